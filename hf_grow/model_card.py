@@ -1,0 +1,104 @@
+"""The README.md of a grown checkpoint: what it is, how to load it, a table and a plot of its sizes."""
+
+import re
+from pathlib import Path
+
+import matplotlib
+from huggingface_hub import ModelCard, ModelCardData
+
+PLOT_FILE = "growth.png"
+TEMPLATE = """---
+{metadata}
+---
+
+# {title}
+
+{origin} Its attention was made growable with hf-grow: heads, query/key columns and value columns may differ from
+layer to layer, and the softmax scale is the one the model was trained with.
+
+```python
+from transformers import {auto_class}
+
+model = {auto_class}.from_pretrained("path or repository", trust_remote_code=True)
+```
+
+With hf-grow installed, `hf_grow.load_grown(...)` does the same without `trust_remote_code`.
+
+| layer | attention | heads | key heads | query/key columns | value columns | scale | parameters |
+|---|---|---|---|---|---|---|---|
+{rows}
+
+{parameters:,} parameters in all.
+
+![Sizes by layer]({plot})
+
+## What was grown
+
+{events}
+
+The full record is in `growth.json`.
+"""
+
+
+def write_model_card(summary: dict, folder: Path) -> None:
+    """Write README.md and its plot into the folder of a checkpoint."""
+    plot_sizes(summary, folder / PLOT_FILE)
+    base = summary["base_model"]
+    # The Hub accepts only repository names here, not the name of a local folder.
+    hub_name = base if base and re.fullmatch(r"[\w.-]+/[\w.-]+", base) else None
+    metadata = ModelCardData(library_name="transformers", base_model=hub_name, tags=["hf-grow", "growing-networks"])
+    text = TEMPLATE.format(
+        metadata=metadata.to_yaml(),
+        title=f"Grown {base or summary['model_type'].removeprefix('growable_')}",
+        origin=f"This model grew out of `{base}`." if base else "This model has no named base model.",
+        auto_class="AutoModel",
+        rows="\n".join(_row(layer) for layer in summary["layers"]),
+        parameters=summary["parameters"],
+        plot=PLOT_FILE,
+        events="\n".join(f"- {describe_event(event)}" for event in summary["events"]) or "Nothing yet.",
+    )
+    ModelCard(text).save(folder / "README.md")
+
+
+def describe_event(event: dict) -> str:
+    """One growth event in words."""
+    what = event["kind"].replace("_", "/", 1).replace("_", " ") if "query" in event["kind"] else event["kind"]
+    what = what.replace("_", " ")
+    where = f"{event['attention']}-attention of layer {event['layer']}"
+    return f"{event['count']:+d} {what} in the {where}"
+
+
+def plot_sizes(summary: dict, file: Path) -> None:
+    """Bars of query/key columns, value columns and heads by layer."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    layers = summary["layers"]
+    figure = Figure(figsize=(max(5.0, 1.2 + 0.45 * len(layers)), 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    series = (("query/key columns", "query_key_dim"), ("value columns", "value_dim"), ("heads", "n_heads"))
+    for shift, (label, key) in enumerate(series):
+        places = [index + 0.27 * (shift - 1) for index in range(len(layers))]
+        axes.bar(places, [layer[key] for layer in layers], width=0.25, label=label)
+    names = [f"{layer['layer']}" + ("×" if layer["kind"] == "cross" else "") for layer in layers]
+    axes.set_xticks(range(len(layers)), names)
+    axes.set_xlabel("layer (× cross-attention)" if any(layer["kind"] == "cross" for layer in layers) else "layer")
+    axes.set_ylabel("size")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    figure.savefig(file, dpi=120, metadata={"Software": f"matplotlib {matplotlib.__version__}"})
+
+
+def _row(layer: dict) -> str:
+    cells = (
+        layer["layer"],
+        layer["kind"],
+        layer["n_heads"],
+        layer["n_kv_heads"],
+        layer["query_key_dim"],
+        layer["value_dim"],
+        f"{layer['scaling']:.4g}",
+        f"{layer['parameters']:,}",
+    )
+    return "| " + " | ".join(str(cell) for cell in cells) + " |"
