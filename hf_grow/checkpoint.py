@@ -38,7 +38,7 @@ def save_grown(
         model.save_pretrained(aside, max_shard_size=max_shard_size)
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
-        write_model_card(model.growth_summary(), aside)
+        write_model_card(model, aside)
     return folder
 
 

@@ -2,9 +2,11 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
-import matplotlib
 from huggingface_hub import ModelCard, ModelCardData
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 PLOT_FILE = "growth.png"
 TEMPLATE = """---
@@ -40,8 +42,9 @@ The full record is in `growth.json`.
 """
 
 
-def write_model_card(summary: dict, folder: Path) -> None:
+def write_model_card(model: Any, folder: Path) -> None:
     """Write README.md and its plot into the folder of a checkpoint."""
+    summary = model.growth_summary()
     plot_sizes(summary, folder / PLOT_FILE)
     base = summary["base_model"]
     # The Hub accepts only repository names here, not the name of a local folder.
@@ -51,7 +54,7 @@ def write_model_card(summary: dict, folder: Path) -> None:
         metadata=metadata.to_yaml(),
         title=f"Grown {base or summary['model_type'].removeprefix('growable_')}",
         origin=f"This model grew out of `{base}`." if base else "This model has no named base model.",
-        auto_class="AutoModel",
+        auto_class=type(model).auto_classes[0],
         rows="\n".join(_row(layer) for layer in summary["layers"]),
         parameters=summary["parameters"],
         plot=PLOT_FILE,
@@ -62,17 +65,13 @@ def write_model_card(summary: dict, folder: Path) -> None:
 
 def describe_event(event: dict) -> str:
     """One growth event in words."""
-    what = event["kind"].replace("_", "/", 1).replace("_", " ") if "query" in event["kind"] else event["kind"]
-    what = what.replace("_", " ")
+    what = event["kind"].replace("query_key", "query/key").replace("_", " ")
     where = f"{event['attention']}-attention of layer {event['layer']}"
     return f"{event['count']:+d} {what} in the {where}"
 
 
 def plot_sizes(summary: dict, file: Path) -> None:
     """Bars of query/key columns, value columns and heads by layer."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     layers = summary["layers"]
     figure = Figure(figsize=(max(5.0, 1.2 + 0.45 * len(layers)), 3.2), layout="constrained")
     FigureCanvasAgg(figure)
@@ -87,7 +86,7 @@ def plot_sizes(summary: dict, file: Path) -> None:
     axes.set_ylabel("size")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    figure.savefig(file, dpi=120, metadata={"Software": f"matplotlib {matplotlib.__version__}"})
+    figure.savefig(file, dpi=120)
 
 
 def _row(layer: dict) -> str:

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import sys
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -35,7 +36,7 @@ def make_growable(model: Model) -> Model:
     """
     if isinstance(model, GrowableModel):
         logger.warning("This %s is growable already; nothing was changed.", type(model).__name__)
-        return model  # type: ignore[return-value]
+        return model
     if not isinstance(model, PreTrainedModel):
         raise HfGrowError(
             f"make_growable takes a transformers PreTrainedModel, not {type(model).__name__}. "
@@ -43,7 +44,7 @@ def make_growable(model: Model) -> Model:
         )
     family = family_of(model.config.model_type)
     if model.config.model_type == family.config_class.model_type:
-        return _adopt_remote_code(model, family)  # type: ignore[return-value]
+        return _adopt_remote_code(model, family)
     growable_class = family.model_classes.get(type(model))
     if growable_class is None:
         known = ", ".join(sorted(cls.__name__ for cls in family.model_classes))
@@ -57,14 +58,14 @@ def make_growable(model: Model) -> Model:
     adopt(model)
     _rebind_wrapped_forwards(model)
     model.growth_history = new_history(model.config)
-    return model  # type: ignore[return-value]
+    return model
 
 
 def check_widenable(name: str, projection: Any) -> None:
     """Only plain float projections can take new columns."""
     weight = getattr(projection, "weight", None)
     plain = type(projection) in (nn.Linear, Conv1D) and type(weight) is nn.Parameter
-    if not plain or weight.dtype not in WIDENABLE_DTYPES:
+    if not plain or getattr(weight, "dtype", None) not in WIDENABLE_DTYPES:
         raise HfGrowError(
             f"{name} is a {type(projection).__name__} with {_describe(weight)} and cannot be widened. "
             "Load the model without quantisation, or merge and unload its adapters first."
@@ -84,28 +85,17 @@ def _describe(weight: Any) -> str:
 
 
 def _check_stock_attention(model: PreTrainedModel, family: type[GrowableModel]) -> None:
-    found = False
-    for name, module in model.named_modules():
-        growable_class = family.attention_classes.get(type(module))
-        if growable_class is None:
-            continue
-        found = True
+    found = [(name, module) for name, module in model.named_modules() if family.attention_class(module)]
+    if not found:
+        raise HfGrowError(f"{type(model).__name__} has no stock attention module to make growable.")
+    for name, module in found:
+        parent = model.get_submodule(name.rpartition(".")[0])
+        check_site(AttentionSite(name, module, parent, family.attention_class(module).layout))
         wrapped = module.__dict__.get("_old_forward", module.__dict__.get("forward"))
         if wrapped is not None and getattr(wrapped, "__func__", None) is not type(module).forward:
             raise HfGrowError(
                 f"The forward of {name} was replaced by hand, so it would ignore growth. Make the model growable first."
             )
-        _check_projections(model, name, module, growable_class)
-    if not found:
-        raise HfGrowError(f"{type(model).__name__} has no stock attention module to make growable.")
-
-
-def _check_projections(model: nn.Module, name: str, module: nn.Module, growable_class: type) -> None:
-    parent = model.get_submodule(name.rpartition(".")[0])
-    # The layout may depend on the instance, so ask a bare object of the growable class that shares its attributes.
-    view = growable_class.__new__(growable_class)
-    view.__dict__ = module.__dict__
-    check_site(AttentionSite(name, view, parent))
 
 
 def _change_config(model: PreTrainedModel, family: type[GrowableModel]) -> None:
@@ -129,12 +119,11 @@ def _rebind_wrapped_forwards(model: nn.Module) -> None:
 
 
 def _adopt_remote_code(model: Any, family: type[GrowableModel]) -> Any:
-    """A model loaded with trust_remote_code has classes of the same names from the checkpoint's own copy of the code."""
-    local = [*family.model_classes.values(), *family.attention_classes.values(), family.config_class]
-    by_name = {cls.__name__: cls for cls in local}
-    for module in [model, *model.modules()]:
-        if type(module).__name__ in by_name:
-            module.__class__ = by_name[type(module).__name__]
+    """A model loaded with trust_remote_code has classes of the same names, from the checkpoint's copy of the code."""
+    local = vars(sys.modules[family.__module__])
+    for module in model.modules():
+        if isinstance(local.get(type(module).__name__), type):
+            module.__class__ = local[type(module).__name__]
         if isinstance(module, GrowableModel):
             set_model_class(module, type(module))
     model.config.__class__ = family.config_class

@@ -157,11 +157,9 @@ def read_blocks(site: AttentionSite) -> Blocks:
     return blocks
 
 
-def _split(
-    site: AttentionSite, rows: torch.Tensor, roles: tuple[str, ...], dims: AttentionDims
-) -> list[torch.Tensor]:
+def _split(site: AttentionSite, rows: torch.Tensor, roles: tuple[str, ...], dims: AttentionDims) -> list[torch.Tensor]:
     """(out, inputs) of a fused projection → one (heads, width, inputs) for each role."""
-    if site.attention.layout.per_head:
+    if site.layout.per_head:
         per_head = rows.reshape(dims.heads(roles[0]), -1, rows.shape[1])
         return list(per_head.split([dims.size(role) for role in roles], dim=1))
     parts = rows.split([dims.heads(role) * dims.size(role) for role in roles])
@@ -171,7 +169,7 @@ def _split(
 def _fuse(site: AttentionSite, blocks: Blocks, roles: tuple[str, ...]) -> torch.Tensor:
     """The inverse of `_split`."""
     parts = [blocks[role].transpose(1, 2) for role in roles]
-    if site.attention.layout.per_head:
+    if site.layout.per_head:
         return torch.cat(parts, dim=1).flatten(0, 1)
     return torch.cat([part.flatten(0, 1) for part in parts])
 
@@ -227,9 +225,7 @@ def _new_blocks(
     return new
 
 
-def _checked(
-    site: AttentionSite, role: str, weight: Any, shape: tuple[int, ...], old: torch.Tensor
-) -> torch.Tensor:
+def _checked(site: AttentionSite, role: str, weight: Any, shape: tuple[int, ...], old: torch.Tensor) -> torch.Tensor:
     where = f"The new {role} weights for {site.name}"
     if not isinstance(weight, torch.Tensor):
         raise HfGrowError(f"{where} must be a tensor, not {type(weight).__name__}.")
@@ -269,7 +265,9 @@ def _refuse_dead_saddle(site: AttentionSite, new: Blocks, given: dict[str, torch
         if len(weights) < 2 or all(given[role] is None for role in pair) or weights[0].device.type == "meta":
             continue
         if not any(bool(weight.any()) for weight in weights):
-            raise HfGrowError(f"New {pair[0]} and {pair[1]} weights for {site.name} are both zero and could never learn.")
+            raise HfGrowError(
+                f"New {pair[0]} and {pair[1]} weights for {site.name} are both zero: they could never learn."
+            )
 
 
 def _check_not_offloaded(site: AttentionSite) -> None:

@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import nn
 from torch.nn import functional as F
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
@@ -134,11 +134,12 @@ def attend(
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """One attention module and its place in the model."""
+    """One attention module, its place in the model and where its projections are."""
 
     name: str
     attention: Any
     parent: nn.Module
+    layout: Layout
 
     @property
     def layer(self) -> int:
@@ -155,16 +156,15 @@ class AttentionSite:
 
     def projections(self) -> Iterator[tuple[Any, tuple[str, ...]]]:
         """Each projection with its roles, the output projection last."""
-        layout = self.attention.layout
-        for path, roles in layout.inputs.items():
+        for path, roles in self.layout.inputs.items():
             yield self.projection(path), roles
-        yield self.projection(layout.output), ("output",)
+        yield self.projection(self.layout.output), ("output",)
 
 
 def attention_sites(model: nn.Module) -> list[AttentionSite]:
     """All growable attention modules of a model, in the order of its modules."""
     return [
-        AttentionSite(name, module, model.get_submodule(name.rpartition(".")[0]))
+        AttentionSite(name, module, model.get_submodule(name.rpartition(".")[0]), module.layout)
         for name, module in model.named_modules()
         if isinstance(module, GrowableAttention)
     ]
@@ -174,9 +174,7 @@ def set_projection(
     projection: Any, weight: torch.Tensor, bias: torch.Tensor | None, *, initialized: bool = True
 ) -> None:
     """Put new weights of any size into a Linear or Conv1D; `weight` is (out, in) for both."""
-    projection.weight = _like(
-        projection.weight, weight.T if isinstance(projection, Conv1D) else weight, initialized
-    )
+    projection.weight = _like(projection.weight, weight.T if isinstance(projection, Conv1D) else weight, initialized)
     if bias is not None:
         projection.bias = _like(projection.bias, bias, initialized)
     outputs, inputs = weight.shape
@@ -259,7 +257,7 @@ class GrowableModel:
     config_class: ClassVar[type[PreTrainedConfig]]
     stock_config_class: ClassVar[type[PreTrainedConfig]]
     attention_classes: ClassVar[dict[type, type]]
-    model_classes: ClassVar[dict[type, type]]
+    model_classes: ClassVar[dict[type, type["GrowableModel"]]]
     auto_classes: ClassVar[tuple[str, ...]] = ()
     code_files: ClassVar[tuple[str, ...]]
     config: Any
@@ -273,6 +271,11 @@ class GrowableModel:
             cls.model_classes[cls.__bases__[1]] = cls
             for name in cls.auto_classes:
                 getattr(transformers, name).register(cls.config_class, cls, exist_ok=True)
+
+    @classmethod
+    def attention_class(cls, module: nn.Module) -> Any:
+        """The growable class of a stock attention module, None for any other module."""
+        return cls.attention_classes.get(type(module))
 
     def post_init(self) -> None:
         """Become growable before transformers initialises or loads the weights."""
@@ -335,8 +338,8 @@ def adopt(model: Any) -> None:
     """
     family = type(model)
     for module in model.modules():
-        if type(module) in family.attention_classes:
-            module.__class__ = family.attention_classes[type(module)]
+        if attention_class := family.attention_class(module):
+            module.__class__ = attention_class
             module.set_dims(module.stock_dims())
         elif type(module) in family.model_classes:
             set_model_class(module, family.model_classes[type(module)])

@@ -85,7 +85,7 @@ class GrowableBertCrossAttention(_GrowableBertBase, stock.BertCrossAttention):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_hidden_states: Any = None,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Any = None,
         **kwargs: Any,

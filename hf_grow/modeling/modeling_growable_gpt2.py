@@ -9,9 +9,6 @@ from transformers.models.gpt2.configuration_gpt2 import GPT2Config
 
 from .growable_core import AttentionDims, GrowableAttention, GrowableConfig, GrowableModel, Layout, attend
 
-SELF_LAYOUT = Layout(inputs={"c_attn": ("query", "key", "value")}, output="c_proj")
-CROSS_LAYOUT = Layout(inputs={"q_attn": ("query",), "c_attn": ("key", "value")}, output="c_proj")
-
 
 class GrowableGPT2Config(GrowableConfig, GPT2Config):
     model_type = "growable_gpt2"
@@ -19,13 +16,7 @@ class GrowableGPT2Config(GrowableConfig, GPT2Config):
 
 
 class GrowableGPT2Attention(GrowableAttention, stock.GPT2Attention):
-    @property
-    def is_cross(self) -> bool:  # type: ignore[override]
-        return self.is_cross_attention
-
-    @property
-    def layout(self) -> Layout:  # type: ignore[override]
-        return CROSS_LAYOUT if self.is_cross_attention else SELF_LAYOUT
+    layout = Layout(inputs={"c_attn": ("query", "key", "value")}, output="c_proj")
 
     def stock_dims(self) -> AttentionDims:
         return AttentionDims(self.num_heads, self.num_heads, self.head_dim, self.head_dim, self.scaling)
@@ -33,10 +24,49 @@ class GrowableGPT2Attention(GrowableAttention, stock.GPT2Attention):
     def set_dims(self, dims: AttentionDims) -> None:
         super().set_dims(dims)
         self.num_heads, self.head_dim = self.n_heads, self.query_key_dim
-        key_width, value_width = self.n_heads * self.query_key_dim, self.n_heads * self.value_dim
-        self.split_size = [key_width, value_width] if self.is_cross_attention else [key_width, key_width, value_width]
+        self.split_size = [dims.heads(role) * dims.size(role) for role in self.layout.inputs["c_attn"]]
 
     def forward(
+        self,
+        hidden_states: torch.Tensor,
+        past_key_values: Any = None,
+        attention_mask: torch.Tensor | None = None,
+        output_attentions: bool | None = False,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        query, key, value = self.c_attn(hidden_states).split(self.split_size, dim=2)
+        key, value = self._heads(key, self.query_key_dim), self._heads(value, self.value_dim)
+        if past_key_values is not None:
+            cache = past_key_values
+            if isinstance(cache, EncoderDecoderCache):
+                cache = cache.self_attention_cache
+            key, value = cache.update(key, value, self.layer_idx)
+        return self._attend(query, key, value, attention_mask, **kwargs)
+
+    def _heads(self, states: torch.Tensor, width: int) -> torch.Tensor:
+        """(batch, tokens, heads · width) → (batch, heads, tokens, width)"""
+        return states.view(*states.shape[:-1], -1, width).transpose(1, 2)
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        query = self._heads(query, self.query_key_dim)
+        if self.reorder_and_upcast_attn and self.config._attn_implementation == "eager":
+            output, weights = self._upcast_and_reordered_attn(query, key, value, attention_mask)
+        else:
+            kwargs["dropout"] = self.attn_dropout.p if self.training else 0.0
+            kwargs["scaling"] = self.scaling
+            eager = stock.eager_attention_forward
+            output, weights = attend(self, eager, query, key, value, attention_mask, **kwargs)
+        output = self.c_proj(output.reshape(*output.shape[:-2], -1).contiguous())
+        return self.resid_dropout(output), weights
+
+
+class GrowableGPT2CrossAttention(GrowableGPT2Attention):
+    layout = Layout(inputs={"q_attn": ("query",), "c_attn": ("key", "value")}, output="c_proj")
+    is_cross = True
+
+    def forward(  # type: ignore[override]
         self,
         hidden_states: torch.Tensor,
         past_key_values: Any = None,
@@ -46,50 +76,19 @@ class GrowableGPT2Attention(GrowableAttention, stock.GPT2Attention):
         output_attentions: bool | None = False,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if encoder_hidden_states is None:
-            query, key, value = self.c_attn(hidden_states).split(self.split_size, dim=2)
-            key, value = self._heads(key, self.query_key_dim), self._heads(value, self.value_dim)
-            if past_key_values is not None:
-                cache = past_key_values
-                if isinstance(cache, EncoderDecoderCache):
-                    cache = cache.self_attention_cache
-                key, value = cache.update(key, value, self.layer_idx)
+        query = self.q_attn(hidden_states)
+        # Keys and values of the encoder's states are computed once per generation.
+        caching = isinstance(past_key_values, EncoderDecoderCache)
+        if caching and past_key_values.is_updated.get(self.layer_idx):
+            layer = past_key_values.cross_attention_cache.layers[self.layer_idx]
+            key, value = layer.keys, layer.values
         else:
-            query = self.q_attn(hidden_states)
-            key, value = self._encoder_keys(encoder_hidden_states, past_key_values)
-            attention_mask = encoder_attention_mask
-        query = self._heads(query, self.query_key_dim)
-        output, weights = self._attend(query, key, value, attention_mask, **kwargs)
-        output = self.c_proj(output.reshape(*output.shape[:-2], -1).contiguous())
-        return self.resid_dropout(output), weights
-
-    def _heads(self, states: torch.Tensor, width: int) -> torch.Tensor:
-        """(batch, tokens, heads · width) → (batch, heads, tokens, width)"""
-        return states.view(*states.shape[:-1], -1, width).transpose(1, 2)
-
-    def _encoder_keys(self, encoder_states: torch.Tensor, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the encoder's states, computed once per generation when there is a cache."""
-        caching = isinstance(cache, EncoderDecoderCache)
-        if caching and cache.is_updated.get(self.layer_idx):
-            layer = cache.cross_attention_cache.layers[self.layer_idx]
-            return layer.keys, layer.values
-        key, value = self.c_attn(encoder_states).split(self.split_size, dim=2)
-        key, value = self._heads(key, self.query_key_dim), self._heads(value, self.value_dim)
-        if caching:
-            key, value = cache.cross_attention_cache.update(key, value, self.layer_idx)
-            cache.is_updated[self.layer_idx] = True
-        return key, value
-
-    def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self.reorder_and_upcast_attn and self.config._attn_implementation == "eager":
-            return self._upcast_and_reordered_attn(query, key, value, attention_mask)
-        dropout = self.attn_dropout.p if self.training else 0.0
-        eager = stock.eager_attention_forward
-        return attend(
-            self, eager, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
-        )
+            key, value = self.c_attn(encoder_hidden_states).split(self.split_size, dim=2)
+            key, value = self._heads(key, self.query_key_dim), self._heads(value, self.value_dim)
+            if caching:
+                key, value = past_key_values.cross_attention_cache.update(key, value, self.layer_idx)
+                past_key_values.is_updated[self.layer_idx] = True
+        return self._attend(query, key, value, encoder_attention_mask, **kwargs)
 
 
 class GrowableGPT2(GrowableModel):
@@ -97,6 +96,11 @@ class GrowableGPT2(GrowableModel):
     stock_config_class = GPT2Config
     attention_classes = {stock.GPT2Attention: GrowableGPT2Attention}
     code_files = ("growable_core.py", "modeling_growable_gpt2.py")
+
+    @classmethod
+    def attention_class(cls, module: Any) -> Any:
+        growable = super().attention_class(module)
+        return GrowableGPT2CrossAttention if growable and module.is_cross_attention else growable
 
 
 class GrowableGPT2Model(GrowableGPT2, stock.GPT2Model):

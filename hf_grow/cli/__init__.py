@@ -1,0 +1,31 @@
+"""The `hf-grow` command line: each command parses, calls one public function and prints what it returns."""
+
+import logging
+import sys
+
+import typer
+
+from hf_grow.cli import demo, inspect, patch, push
+from hf_grow.cli.output import errors
+from hf_grow.errors import HfGrowError
+
+app = typer.Typer(
+    name="hf-grow",
+    help="Grow the attention of pretrained Hugging Face models.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.command("patch")(patch.patch)
+app.command("inspect")(inspect.inspect)
+app.command("push")(push.push)
+app.command("demo")(demo.demo)
+
+
+def main() -> None:
+    """Run the command line; bad input ends with one sentence and exit code 2."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    try:
+        app()
+    except HfGrowError as error:
+        errors.print(f"[red]Error:[/red] {error}", soft_wrap=True, highlight=False)
+        sys.exit(2)

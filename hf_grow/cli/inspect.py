@@ -1,0 +1,21 @@
+"""`hf-grow inspect`: sizes, parameters and history of a grown checkpoint."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_grow.checkpoint import inspect_checkpoint
+from hf_grow.cli.output import print_json, print_summary
+
+
+def inspect(
+    folder: Annotated[Path, typer.Argument(help="A folder written by hf-grow.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show the sizes, parameters and growth history of a grown checkpoint, and check that its weights are whole."""
+    summary = inspect_checkpoint(folder)
+    if as_json:
+        print_json(summary)
+    else:
+        print_summary(summary, str(folder))

@@ -1,0 +1,86 @@
+"""`hf-grow patch`: make a model growable, check that it computes the same, save it."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from transformers import AutoConfig, AutoTokenizer
+
+from hf_grow.checkpoint import check_out_folder, save_grown
+from hf_grow.cli.output import console, print_json, print_summary
+from hf_grow.errors import HfGrowError
+from hf_grow.families import FAMILIES, family_of
+from hf_grow.patch import make_growable
+
+
+def patch(
+    model: Annotated[str, typer.Argument(help="A Hub id or a local folder.")],
+    out: Annotated[Path, typer.Option(help="Where to save the growable model.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in --out.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the model.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Make a pretrained model growable and save it, its outputs checked against the stock model's."""
+    check_out_folder(out, overwrite)
+    stock = load_stock(model, revision)
+    example = example_inputs(stock)
+    before = outputs(stock, example)
+    growable = make_growable(stock)
+    difference = largest_difference(before, outputs(growable, example))
+    if difference > 0:
+        raise HfGrowError(f"The growable model's outputs differ from the stock model's by {difference:.3g}; not saved.")
+    save_grown(growable, out, tokenizer=load_tokenizer(model, revision), overwrite=overwrite)
+    summary = growable.growth_summary()
+    if as_json:
+        print_json({**summary, "out": str(out), "largest_output_difference": difference})
+        return
+    print_summary(summary, f"{model} is growable")
+    console.print(f"outputs equal to the stock model's, bit for bit; saved in {out}", soft_wrap=True)
+
+
+def load_stock(name: str, revision: str | None) -> Any:
+    """The stock model with the task head it was saved with, float32 or as saved."""
+    try:
+        config = AutoConfig.from_pretrained(name, revision=revision)
+        if config.model_type.removeprefix("growable_") not in FAMILIES:
+            family_of(config.model_type)
+        if config.model_type not in FAMILIES:
+            raise HfGrowError(f"{name} is growable already: see it with 'hf-grow inspect'.")
+        architecture = (config.architectures or ["AutoModel"])[0]
+        model_class = getattr(transformers, architecture, transformers.AutoModel)
+        return model_class.from_pretrained(name, revision=revision).eval()
+    except HfGrowError:
+        raise
+    except (OSError, ValueError) as error:
+        raise HfGrowError(f"{name} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+
+
+def load_tokenizer(name: str, revision: str | None) -> Any:
+    """The model's tokenizer, None where it has none."""
+    try:
+        return AutoTokenizer.from_pretrained(name, revision=revision)
+    except (OSError, ValueError):
+        return None
+
+
+def example_inputs(model: Any) -> dict[str, torch.Tensor]:
+    """A few random tokens in the shape the model's task head takes."""
+    choices = "MultipleChoice" in type(model).__name__ or "DoubleHeads" in type(model).__name__
+    shape = (1, 2, 16) if choices else (2, 16)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, shape, generator=generator)
+    return {"input_ids": ids.to(model.device), "attention_mask": torch.ones_like(ids).to(model.device)}
+
+
+@torch.no_grad()
+def outputs(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All floating-point tensors a model returns."""
+    result = model(**inputs)
+    return {name: value for name, value in result.items() if isinstance(value, torch.Tensor)}
+
+
+def largest_difference(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> float:
+    """The largest absolute difference over all outputs."""
+    return max((float((before[name] - after[name]).abs().max()) for name in before), default=0.0)
