@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HTTPError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
@@ -118,17 +118,9 @@ def _upload(
             commit_message=message,
             create_pr=create_pr,
         )
-    except Exception as error:
-        if not _is_transfer_error(error):
-            raise
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:
         raise HfGrowError(f"{folder} was not pushed to {repo_id}: {_first_line(error)}") from error
     return commit.pr_url or commit.commit_url
-
-
-def _is_transfer_error(error: Exception) -> bool:
-    """What a refused token, a bad name or a broken connection raise; the HTTP library of the Hub client varies."""
-    names = {cls.__module__.partition(".")[0] for cls in type(error).__mro__}
-    return isinstance(error, (HfHubHTTPError, OSError, ValueError)) or bool(names & {"httpx", "httpx2", "requests"})
 
 
 def _require_growable(model: Any) -> None:
