@@ -1,11 +1,13 @@
 """hf-grow: pretrained Hugging Face models whose attention grows where the data asks for it."""
 
+from hf_grow.assets import SMALL_MODEL, small_model
 from hf_grow.checkpoint import inspect_checkpoint, load_grown, push_grown, save_grown
 from hf_grow.errors import HfGrowError
 from hf_grow.patch import make_growable
 from hf_grow.structure import add_heads, drop_query_key, widen_query_key, widen_value
 
 __all__ = [
+    "SMALL_MODEL",
     "HfGrowError",
     "add_heads",
     "drop_query_key",
@@ -14,6 +16,7 @@ __all__ = [
     "make_growable",
     "push_grown",
     "save_grown",
+    "small_model",
     "widen_query_key",
     "widen_value",
 ]
