@@ -1,6 +1,6 @@
 """Run in a fresh process: load every checkpoint of a folder one way and write what it computes.
 
-    python reload.py FOLDER load_grown|auto|remote_code
+python reload.py FOLDER load_grown|auto|remote_code
 """
 
 import json
