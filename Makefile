@@ -2,11 +2,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= dev
+CONSTRAINTS ?= constraints.txt
 PYTEST_ARGS ?= -n 2
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(EXTRAS)
-PIP := install --quiet --disable-pip-version-check
 
 .PHONY: demo test test-slow test-oldest check format bench clean
 
@@ -21,7 +21,7 @@ test-slow: $(READY)
 
 # The same fast tests with the oldest transformers that is supported.
 test-oldest:
-	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=.venv-oldest/constraints.txt
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -35,15 +35,9 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python scripts/bench_attention.py
 
-CONSTRAINTS ?= constraints.txt
-
-# Torch first and alone: a range, asked for by another package, could bring another build.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	grep -v -E '^(transformers|huggingface-hub|httpx2|httpcore2)==' constraints.txt > $(VENV)/constraints.txt
-	echo 'transformers==5.16.0' >> $(VENV)/constraints.txt
-	$(BIN)/pip $(PIP) -c $(CONSTRAINTS) torch
-	$(BIN)/pip $(PIP) -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
 	touch $@
 
 clean:

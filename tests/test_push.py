@@ -66,7 +66,7 @@ def test_transformers_own_push_uploads_code_and_history(hub, model, tmp_path, ho
 
 
 def test_a_refused_token_is_one_sentence_and_no_commit(hub, folder):
-    with pytest.raises(HfGrowError, match="was not pushed to user/grown: .*401") as raised:
+    with pytest.raises(HfGrowError, match=r"was not pushed to user/grown: .*401") as raised:
         push_grown(folder, "user/grown", token="hf_wrong")
     assert "\n" not in str(raised.value)
     assert not hub.repos
