@@ -180,7 +180,6 @@ def test_the_folder_holds_what_the_design_promises(tmp_path):
 def test_a_stock_load_fails_loudly_even_when_shapes_coincide(tmp_path):
     model = make_growable(causal_model("gpt2"))
     model.transformer.h[0].attn.scaling = 1.0
-    model.config.hf_grow["layers"][0]["scaling"] = 1.0
     save_grown(model, tmp_path / "model")
     assert load_grown(tmp_path / "model").transformer.h[0].attn.scaling == 1.0
     with pytest.raises(Exception, match="grown by hf-grow"):

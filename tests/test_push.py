@@ -1,5 +1,6 @@
 """Pushing: the real Hub client against a Hub on loopback."""
 
+import json
 import os
 import subprocess
 import sys
@@ -107,3 +108,23 @@ def test_the_command_pushes_and_refuses(folder):
         assert done.returncode == 0, done.stderr
         assert "pushed to" in done.stdout
         assert hub.repos["user/grown"].private and "growth.json" in hub.repos["user/grown"].files
+
+
+def test_the_patch_command_takes_a_model_from_the_hub(tmp_path):
+    causal_model("gpt2").save_pretrained(tmp_path / "stock")
+    with HubServer(token="hf_test", user="user") as hub:
+        environment = {**os.environ, **hub.client_env(), "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
+        upload = f"""
+from huggingface_hub import HfApi
+api = HfApi(token="hf_test")
+api.create_repo("user/stock")
+api.upload_folder(repo_id="user/stock", folder_path={str(tmp_path / "stock")!r})
+"""
+        subprocess.run([sys.executable, "-c", upload], check=True, timeout=120, env=environment)
+        command = [sys.executable, "-m", "hf_grow", "patch", "user/stock", "--out", str(tmp_path / "out"), "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+        assert done.returncode == 0, done.stderr
+        summary = json.loads(done.stdout)
+        assert summary["base_model"] == "user/stock"
+        assert summary["base_revision"] == hub.repos["user/stock"].head.oid
+        assert "base_model: user/stock" in (tmp_path / "out" / "README.md").read_text()

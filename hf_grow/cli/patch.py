@@ -7,6 +7,8 @@ import torch
 import transformers
 import typer
 from transformers import AutoConfig, AutoTokenizer
+from transformers.utils import CONFIG_NAME, cached_file
+from transformers.utils.hub import extract_commit_hash
 
 from hf_grow.checkpoint import check_out_folder, save_grown
 from hf_grow.cli.output import console, print_json, print_summary
@@ -28,6 +30,7 @@ def patch(
     example = example_inputs(stock)
     before = outputs(stock, example)
     growable = make_growable(stock)
+    growable.growth_history["base_revision"] = commit_of(model, revision)
     difference = largest_difference(before, outputs(growable, example))
     if difference > 0:
         raise HfGrowError(f"The growable model's outputs differ from the stock model's by {difference:.3g}; not saved.")
@@ -44,8 +47,7 @@ def load_stock(name: str, revision: str | None) -> Any:
     """The stock model with the task head it was saved with, float32 or as saved."""
     try:
         config = AutoConfig.from_pretrained(name, revision=revision)
-        if config.model_type.removeprefix("growable_") not in FAMILIES:
-            family_of(config.model_type)
+        family_of(config.model_type)
         if config.model_type not in FAMILIES:
             raise HfGrowError(f"{name} is growable already: see it with 'hf-grow inspect'.")
         architecture = (config.architectures or ["AutoModel"])[0]
@@ -55,6 +57,11 @@ def load_stock(name: str, revision: str | None) -> Any:
         raise
     except (OSError, ValueError) as error:
         raise HfGrowError(f"{name} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+
+
+def commit_of(name: str, revision: str | None) -> str | None:
+    """The commit of a model that came from the Hub, None for a local folder."""
+    return extract_commit_hash(cached_file(name, CONFIG_NAME, revision=revision), None)
 
 
 def load_tokenizer(name: str, revision: str | None) -> Any:

@@ -309,6 +309,7 @@ class GrowableModel:
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
         """As in transformers, with the modelling code and the growth history beside the weights."""
         kwargs.setdefault("save_original_format", False)
+        self.config.record(attention_sites(self))  # type: ignore[arg-type]
         self.config.auto_map = auto_map(type(self))
         if is_main_process:
             Path(save_directory).mkdir(parents=True, exist_ok=True)
@@ -370,9 +371,11 @@ def auto_map(model_class: type[GrowableModel]) -> dict[str, str]:
 
 def new_history(config: Any) -> dict:
     """The record of a model that was not grown yet."""
+    name = config.name_or_path or None
     return {
         "format": GROWTH_FORMAT,
-        "base_model": config.name_or_path or None,
+        # Where a folder lay on the machine that made the model is nobody's business.
+        "base_model": Path(name).name if name and Path(name).is_dir() else name,
         "base_revision": getattr(config, "_commit_hash", None),
         "events": [],
     }
