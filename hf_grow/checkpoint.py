@@ -52,7 +52,7 @@ def check_out_folder(folder: Path, overwrite: bool) -> None:
 
 def load_grown(path: str | os.PathLike, **kwargs: Any) -> Any:
     """Load a grown model with the task head it was saved with; `kwargs` go to `from_pretrained`."""
-    with _clear_errors(path):
+    with clear_errors(path):
         growable_class = _saved_class(path, **kwargs)
         model, info = growable_class.from_pretrained(path, output_loading_info=True, **kwargs)
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
@@ -66,7 +66,7 @@ def inspect_checkpoint(path: str | os.PathLike) -> dict:
     folder = Path(path)
     if not folder.is_dir():
         raise HfGrowError(f"{folder} is not a folder.")
-    with _clear_errors(path):
+    with clear_errors(path):
         growable_class: Any = _saved_class(folder)
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
@@ -157,7 +157,7 @@ def _check_weights(folder: Path, model: Any) -> None:
 
 
 @contextmanager
-def _clear_errors(path: str | os.PathLike) -> Iterator[None]:
+def clear_errors(path: str | os.PathLike) -> Iterator[None]:
     """What reading a damaged folder may raise, as one sentence."""
     try:
         yield

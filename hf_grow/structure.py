@@ -6,6 +6,7 @@ input more and the bias is the last row; output is (heads, columns, outputs).
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -195,7 +196,8 @@ def _commit(model: Any, site: AttentionSite, blocks: Blocks, dims: AttentionDims
 
 def _record(model: Any, site: AttentionSite, what: str, count: int) -> None:
     event = {"kind": what, "layer": site.layer, "attention": site.kind, "count": count}
-    model.growth_history["events"].append(event)
+    versions = {name: version(name) for name in ("hf-grow", "torch", "transformers")}
+    model.growth_history["events"].append({**event, "versions": versions})
 
 
 def _new_blocks(

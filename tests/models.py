@@ -125,4 +125,4 @@ def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor])
 
 def relative_difference(first: torch.Tensor, second: torch.Tensor) -> float:
     """The largest difference as a fraction of the largest value."""
-    return float((first - second).abs().max() / second.abs().max())
+    return float((first - second).detach().abs().max() / second.detach().abs().max())

@@ -1,6 +1,7 @@
 """make_growable: the same outputs, the same keys, nothing else disturbed."""
 
 import copy
+import importlib.util
 import logging
 import types
 
@@ -20,7 +21,15 @@ from models import (
     tensors,
 )
 from torch import nn
-from transformers import BertLMHeadModel, GPT2LMHeadModel, GPT2Model, MambaConfig, MambaModel
+from transformers import (
+    BertLMHeadModel,
+    GPT2LMHeadModel,
+    GPT2Model,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaModel,
+    QuantoConfig,
+)
 from transformers.models.auto import modeling_auto
 
 import hf_grow
@@ -263,3 +272,10 @@ def test_a_forward_replaced_by_hand_is_refused():
     attention = model.transformer.h[0].attn
     attention.forward = types.MethodType(lambda self, *args, **kwargs: None, attention)
     refused(model, "replaced by hand")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("optimum") is None, reason="needs optimum-quanto (extra: quantized)")
+def test_a_model_quantised_while_loading_is_refused(tmp_path):
+    causal_model("llama").save_pretrained(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=QuantoConfig(weights="int8"))
+    refused(model, "is a QLinear .* cannot be widened. Load the model without quantisation")

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
 
-from hf_grow.checkpoint import check_out_folder, save_grown
+from hf_grow.checkpoint import check_out_folder, clear_errors, save_grown
 from hf_grow.cli.output import console, print_json, print_summary
 from hf_grow.errors import HfGrowError
 from hf_grow.families import FAMILIES, family_of
@@ -45,7 +45,7 @@ def patch(
 
 def load_stock(name: str, revision: str | None) -> Any:
     """The stock model with the task head it was saved with, float32 or as saved."""
-    try:
+    with clear_errors(name):
         config = AutoConfig.from_pretrained(name, revision=revision)
         family_of(config.model_type)
         if config.model_type not in FAMILIES:
@@ -53,10 +53,6 @@ def load_stock(name: str, revision: str | None) -> Any:
         architecture = (config.architectures or ["AutoModel"])[0]
         model_class = getattr(transformers, architecture, transformers.AutoModel)
         return model_class.from_pretrained(name, revision=revision).eval()
-    except HfGrowError:
-        raise
-    except (OSError, ValueError) as error:
-        raise HfGrowError(f"{name} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
 
 
 def commit_of(name: str, revision: str | None) -> str | None:
