@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from hf_grow.errors import HfGrowError
 from hf_grow.families import FAMILIES, family_of
 from hf_grow.model_card import write_model_card
-from hf_grow.modeling.growable_core import GrowableModel, read_history
+from hf_grow.modeling.growable_model import GrowableModel, read_history
 
 
 def save_grown(

@@ -3,7 +3,7 @@
 from transformers import AutoConfig
 
 from hf_grow.errors import HfGrowError
-from hf_grow.modeling.growable_core import GrowableModel
+from hf_grow.modeling.growable_model import GrowableModel
 from hf_grow.modeling.modeling_growable_bert import GrowableBert
 from hf_grow.modeling.modeling_growable_gpt2 import GrowableGPT2
 from hf_grow.modeling.modeling_growable_llama import GrowableLlama

@@ -13,14 +13,8 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_grow.errors import HfGrowError
 from hf_grow.families import family_of
-from hf_grow.modeling.growable_core import (
-    AttentionSite,
-    GrowableModel,
-    adopt,
-    attention_sites,
-    new_history,
-    set_model_class,
-)
+from hf_grow.modeling.growable_attention import AttentionSite, attention_sites
+from hf_grow.modeling.growable_model import GrowableModel, adopt, new_history, set_model_class
 
 logger = logging.getLogger("hf_grow")
 

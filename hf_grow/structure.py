@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from hf_grow.errors import HfGrowError
-from hf_grow.modeling.growable_core import (
+from hf_grow.modeling.growable_attention import (
     AttentionDims,
     AttentionSite,
-    GrowableModel,
     attention_sites,
     set_projection,
     weight_rows,
 )
+from hf_grow.modeling.growable_model import GrowableModel
 from hf_grow.patch import check_site
 
 Blocks = dict[str, torch.Tensor]

@@ -160,7 +160,7 @@ def test_the_folder_holds_what_the_design_promises(tmp_path):
     save_grown(model, tmp_path / "model", tokenizer=AutoTokenizer.from_pretrained(SMALL_MODEL))
     files = {file.name for file in (tmp_path / "model").iterdir()}
     assert {"config.json", "model.safetensors", "growth.json", "README.md", "growth.png", "tokenizer.json"} <= files
-    assert {"growable_core.py", "modeling_growable_gpt2.py"} <= files
+    assert {"growable_attention.py", "growable_model.py", "modeling_growable_gpt2.py"} <= files
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config["model_type"] == "growable_gpt2"
     assert set(config["hf_grow"]["layers"][0]) == {

@@ -23,7 +23,7 @@ import hf_grow
 from hf_grow import make_growable
 from hf_grow.assets import SMALL_MODEL
 from hf_grow.families import FAMILIES
-from hf_grow.modeling.growable_core import attention_sites
+from hf_grow.modeling.growable_attention import attention_sites
 
 every_family = pytest.mark.parametrize("model_type", FAMILIES)
 every_causal = pytest.mark.parametrize("model_type", CAUSAL_TYPES)

@@ -35,7 +35,7 @@ from transformers.models.auto import modeling_auto
 import hf_grow
 from hf_grow import HfGrowError, make_growable
 from hf_grow.families import FAMILIES
-from hf_grow.modeling.growable_core import attention_sites
+from hf_grow.modeling.growable_attention import attention_sites
 
 every_head = pytest.mark.parametrize(("model_type", "stock_class"), TASK_HEADS, ids=head_id)
 

@@ -61,7 +61,14 @@ def test_transformers_own_push_uploads_code_and_history(hub, model, tmp_path, ho
     else:
         model.save_pretrained(tmp_path / "plain", push_to_hub=True, repo_id="user/plain", token="hf_test")
     files = set(hub.repos["user/plain"].files)
-    assert {"config.json", "model.safetensors", "growth.json", "growable_core.py", "growable_rotary.py"} <= files
+    assert {
+        "config.json",
+        "model.safetensors",
+        "growth.json",
+        "growable_attention.py",
+        "growable_model.py",
+        "growable_rotary.py",
+    } <= files
     loaded = AutoModelForCausalLM.from_pretrained("user/plain", cache_dir=tmp_path / "cache", token="hf_test").eval()
     assert_same(tensors(loaded, batch(loaded)), tensors(model, batch(model)))
 

@@ -10,7 +10,7 @@ from transformers import BertLMHeadModel, BertModel, GPT2LMHeadModel
 
 from hf_grow import HfGrowError, add_heads, drop_query_key, make_growable, widen_query_key, widen_value
 from hf_grow.families import FAMILIES
-from hf_grow.modeling.growable_core import AttentionDims, AttentionSite, Layout, attention_sites
+from hf_grow.modeling.growable_attention import AttentionDims, AttentionSite, Layout, attention_sites
 from hf_grow.structure import _fuse, find_site, read_blocks
 
 every_family = pytest.mark.parametrize("model_type", FAMILIES)

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from .growable_core import AttentionDims, GrowableAttention, Layout, attend
+from .growable_attention import AttentionDims, GrowableAttention, Layout, attend
 
 
 class GrowableRotaryAttention(GrowableAttention):

@@ -9,7 +9,8 @@ from transformers import EncoderDecoderCache
 from transformers.models.bert import modeling_bert as stock
 from transformers.models.bert.configuration_bert import BertConfig
 
-from .growable_core import AttentionDims, GrowableAttention, GrowableConfig, GrowableModel, Layout, attend
+from .growable_attention import AttentionDims, GrowableAttention, Layout, attend
+from .growable_model import GrowableConfig, GrowableModel
 
 
 class GrowableBertConfig(GrowableConfig, BertConfig):
@@ -110,7 +111,7 @@ class GrowableBert(GrowableModel):
         stock.BertSelfAttention: GrowableBertSelfAttention,
         stock.BertCrossAttention: GrowableBertCrossAttention,
     }
-    code_files = ("growable_core.py", "modeling_growable_bert.py")
+    code_files = ("growable_attention.py", "growable_model.py", "modeling_growable_bert.py")
 
 
 class GrowableBertModel(GrowableBert, stock.BertModel):

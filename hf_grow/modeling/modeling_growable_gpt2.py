@@ -7,7 +7,8 @@ from transformers import EncoderDecoderCache
 from transformers.models.gpt2 import modeling_gpt2 as stock
 from transformers.models.gpt2.configuration_gpt2 import GPT2Config
 
-from .growable_core import AttentionDims, GrowableAttention, GrowableConfig, GrowableModel, Layout, attend
+from .growable_attention import AttentionDims, GrowableAttention, Layout, attend
+from .growable_model import GrowableConfig, GrowableModel
 
 
 class GrowableGPT2Config(GrowableConfig, GPT2Config):
@@ -95,7 +96,7 @@ class GrowableGPT2(GrowableModel):
     config_class = GrowableGPT2Config
     stock_config_class = GPT2Config
     attention_classes = {stock.GPT2Attention: GrowableGPT2Attention}
-    code_files = ("growable_core.py", "modeling_growable_gpt2.py")
+    code_files = ("growable_attention.py", "growable_model.py", "modeling_growable_gpt2.py")
 
     @classmethod
     def attention_class(cls, module: Any) -> Any:

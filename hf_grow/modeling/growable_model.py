@@ -1,24 +1,21 @@
-"""What all growable families share: dimensions, attention call, conversion, saving.
+"""Growable models and configs: conversion in place, the record of sizes, saving with code and history.
 
 This file travels with every checkpoint, so it imports torch and transformers only.
 """
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 import transformers
 from torch import nn
-from torch.nn import functional as F
 from transformers import PreTrainedConfig
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+from .growable_attention import AttentionDims, AttentionSite, attention_sites, set_projection, weight_rows
 
 GROWTH_FILE = "growth.json"
 GROWTH_FORMAT = 1
@@ -26,197 +23,6 @@ STOCK_LOAD_REFUSED = (
     "this checkpoint was grown by hf-grow and the stock class would compute something else; "
     "load it with hf_grow.load_grown(path) or AutoModel….from_pretrained(path, trust_remote_code=True)"
 )
-
-
-@dataclass(frozen=True)
-class AttentionDims:
-    """The sizes of one attention module; `scaling` multiplies the scores and never follows from the sizes."""
-
-    num_attention_heads: int
-    num_key_value_heads: int
-    qk_head_dim: int
-    v_head_dim: int
-    scaling: float
-
-    def __post_init__(self) -> None:
-        for name in ("num_attention_heads", "num_key_value_heads", "qk_head_dim", "v_head_dim"):
-            size = getattr(self, name)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"{name} must be a positive integer, not {size!r}.")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"{self.num_attention_heads} query heads cannot share {self.num_key_value_heads} key heads evenly."
-            )
-
-    def heads(self, role: str) -> int:
-        """How many heads the query, key, value or output projection has."""
-        return self.num_attention_heads if role in ("query", "output") else self.num_key_value_heads
-
-    def size(self, role: str) -> int:
-        """The width of one head in the query, key, value or output projection."""
-        return self.qk_head_dim if role in ("query", "key") else self.v_head_dim
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where an attention module keeps its projections.
-
-    `inputs` names each input projection and the roles fused in it, in order. Paths start at the attention
-    module, or at its parent when they begin with a dot. With `per_head` a fused projection holds query, key and
-    value of the first head, then of the second (GPT-NeoX); otherwise all queries come first (GPT-2).
-    """
-
-    inputs: dict[str, tuple[str, ...]]
-    output: str
-    per_head: bool = False
-
-
-class GrowableAttention:
-    """Mixin over a stock attention class: independent sizes, set by `set_dims` and read everywhere."""
-
-    layout: ClassVar[Layout]
-    is_cross: bool = False
-    n_heads: int
-    n_kv_heads: int
-    query_key_dim: int
-    value_dim: int
-    scaling: float
-
-    def stock_dims(self) -> AttentionDims:
-        """The sizes the stock module was built with."""
-        raise NotImplementedError
-
-    def set_dims(self, dims: AttentionDims) -> None:
-        """Take new sizes; the projections must be given the matching weights by the caller."""
-        self.n_heads = dims.num_attention_heads
-        self.n_kv_heads = dims.num_key_value_heads
-        self.query_key_dim = dims.qk_head_dim
-        self.value_dim = dims.v_head_dim
-        self.scaling = dims.scaling
-
-    @property
-    def dims(self) -> AttentionDims:
-        return AttentionDims(self.n_heads, self.n_kv_heads, self.query_key_dim, self.value_dim, self.scaling)
-
-    @property
-    def rotary_dim(self) -> int:
-        """How many leading query/key columns of a head are rotated."""
-        return 0
-
-
-def attend(
-    attention: Any,
-    eager: Callable,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Call transformers' attention interface; q, k, v are (batch, heads, tokens, width).
-
-    The fast kernels want one width, so the narrower side is padded with zeros: exact, as the scale is explicit.
-    """
-    implementation = attention.config._attn_implementation
-    interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
-    missing = query.shape[-1] - value.shape[-1]
-    # One new token against a long cache: padding would copy the whole cache to save nothing.
-    decoding_with_sdpa = implementation == "sdpa" and query.shape[2] == 1
-    if missing == 0 or implementation == "eager" or decoding_with_sdpa:
-        return interface(attention, query, key, value, attention_mask, **kwargs)
-    if missing > 0:
-        padded_value = F.pad(value, (0, missing))
-        output, weights = interface(attention, query, key, padded_value, attention_mask, **kwargs)
-        return output[..., : value.shape[-1]], weights
-    query, key = F.pad(query, (0, -missing)), F.pad(key, (0, -missing))
-    return interface(attention, query, key, value, attention_mask, **kwargs)
-
-
-@dataclass(frozen=True)
-class AttentionSite:
-    """One attention module, its place in the model and where its projections are."""
-
-    name: str
-    attention: Any
-    parent: nn.Module
-    layout: Layout
-
-    @property
-    def layer(self) -> int:
-        return self.attention.layer_idx
-
-    @property
-    def kind(self) -> str:
-        return "cross" if self.attention.is_cross else "self"
-
-    def projection(self, path: str) -> Any:
-        """The projection module at a path of the layout."""
-        root = self.parent if path.startswith(".") else self.attention
-        return root.get_submodule(path.removeprefix("."))
-
-    def projections(self) -> Iterator[tuple[Any, tuple[str, ...]]]:
-        """Each projection with its roles, the output projection last."""
-        for path, roles in self.layout.inputs.items():
-            yield self.projection(path), roles
-        yield self.projection(self.layout.output), ("output",)
-
-
-def attention_sites(model: nn.Module) -> list[AttentionSite]:
-    """All growable attention modules of a model, in the order of its modules."""
-    return [
-        AttentionSite(name, module, model.get_submodule(name.rpartition(".")[0]), module.layout)
-        for name, module in model.named_modules()
-        if isinstance(module, GrowableAttention)
-    ]
-
-
-def set_projection(
-    projection: Any, weight: torch.Tensor, bias: torch.Tensor | None, *, initialized: bool = True
-) -> None:
-    """Put new weights of any size into a Linear or Conv1D; `weight` is (out, in) for both."""
-    projection.weight = _like(projection.weight, weight.T if isinstance(projection, Conv1D) else weight, initialized)
-    if bias is not None:
-        projection.bias = _like(projection.bias, bias, initialized)
-    outputs, inputs = weight.shape
-    if isinstance(projection, Conv1D):
-        projection.nf, projection.nx = outputs, inputs
-    else:
-        projection.out_features, projection.in_features = outputs, inputs
-
-
-def _like(old: nn.Parameter, values: torch.Tensor, initialized: bool) -> nn.Parameter:
-    """A parameter that replaces `old`: same dtype, device, training flag, attributes and hooks."""
-    values = values.detach().to(device=old.device, dtype=old.dtype).contiguous()
-    new = nn.Parameter(values, requires_grad=old.requires_grad)
-    new.__dict__.update(old.__dict__)
-    # The handles that users hold keep working, because they point at these very dictionaries.
-    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if getattr(old, hooks, None):
-            setattr(new, hooks, getattr(old, hooks))
-    if not initialized:
-        new.__dict__.pop("_is_hf_initialized", None)
-    return new
-
-
-def _resize(site: AttentionSite, dims: AttentionDims) -> None:
-    """Give the projections the shapes of `dims`, with weights that are still to be loaded or initialised."""
-    for projection, roles in site.projections():
-        width = sum(dims.heads(role) * dims.size(role) for role in roles)
-        rows, columns = weight_rows(projection).shape
-        shape = (rows, width) if roles == ("output",) else (width, columns)
-        if shape == (rows, columns):
-            continue
-        weight = projection.weight.new_empty(shape)
-        bias = None if projection.bias is None else projection.bias.new_empty(shape[0])
-        set_projection(projection, weight, bias, initialized=False)
-        # transformers initialises a module once: ask it to do these again at their new size.
-        projection._is_hf_initialized = site.attention._is_hf_initialized = False
-    site.attention.set_dims(dims)
-
-
-def weight_rows(projection: Any) -> torch.Tensor:
-    """The weight as (out, in), for Linear and Conv1D alike."""
-    return projection.weight.T if isinstance(projection, Conv1D) else projection.weight
 
 
 class GrowableConfig:
@@ -351,6 +157,22 @@ def adopt(model: Any) -> None:
         planned = [(site, model.config.dims(site)) for site in sites]
         for site, dims in planned:
             _resize(site, dims)
+
+
+def _resize(site: AttentionSite, dims: AttentionDims) -> None:
+    """Give the projections the shapes of `dims`, with weights that are still to be loaded or initialised."""
+    for projection, roles in site.projections():
+        width = sum(dims.heads(role) * dims.size(role) for role in roles)
+        rows, columns = weight_rows(projection).shape
+        shape = (rows, width) if roles == ("output",) else (width, columns)
+        if shape == (rows, columns):
+            continue
+        weight = projection.weight.new_empty(shape)
+        bias = None if projection.bias is None else projection.bias.new_empty(shape[0])
+        set_projection(projection, weight, bias, initialized=False)
+        # transformers initialises a module once: ask it to do these again at their new size.
+        projection._is_hf_initialized = site.attention._is_hf_initialized = False
+    site.attention.set_dims(dims)
 
 
 def set_model_class(model: Any, growable_class: type) -> None:
