@@ -37,7 +37,7 @@ def test_the_command_is_installed():
 
 def test_patch_saves_a_growable_model_and_prints_its_sizes(run, tmp_path):
     printed = run("patch", hf_grow.SMALL_MODEL, "--out", tmp_path / "grown")
-    assert "query/key columns" in printed and "bit for bit" in printed
+    assert "query/key" in printed and "bit for bit" in printed
     model = load_grown(tmp_path / "grown").eval()
     ids = torch.arange(10)[None]
     assert torch.equal(model(ids).logits, hf_grow.small_model()(ids).logits)
