@@ -19,9 +19,10 @@ TEMPLATE = """---
 layer to layer, and the softmax scale is the one the model was trained with.
 
 ```python
-from transformers import {auto_class}
+from transformers import AutoTokenizer, {auto_class}
 
 model = {auto_class}.from_pretrained("path or repository", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("path or repository", trust_remote_code=True)
 ```
 
 With hf-grow installed, `hf_grow.load_grown(...)` does the same without `trust_remote_code`.

@@ -151,9 +151,24 @@ def build_model(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast)
         initializer_range=options.hidden_size**-0.5,  # GPT-2's 0.02 suits its width of 768, not this one
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
     )
-    return GPT2LMHeadModel(config)
+    model = GPT2LMHeadModel(config)
+    # Not in the model config: there it makes every batch that holds an end-of-text token look padded.
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    start_from_sinusoids(model.transformer.wpe.weight, config.initializer_range)
+    return model
+
+
+@torch.no_grad()
+def start_from_sinusoids(position_embeddings: torch.Tensor, scale: float) -> None:
+    """Set (positions, width) to sinusoids of root mean square `scale`, in place.
+
+    "The token before" is then one rotation for all positions; from noise, little text does not teach it.
+    """
+    n_positions, width = position_embeddings.shape
+    frequencies = torch.logspace(0, -math.log10(n_positions), width // 2)
+    angles = torch.arange(n_positions)[:, None] * frequencies
+    position_embeddings.copy_(math.sqrt(2) * scale * torch.cat([angles.sin(), angles.cos()], dim=1))
 
 
 def build_optimizer(model: GPT2LMHeadModel, options: argparse.Namespace) -> torch.optim.AdamW:

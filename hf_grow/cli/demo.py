@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 folder, exchange, prompt = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
-tokenizer = AutoTokenizer.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 with torch.no_grad():
     logits = model(load_file(exchange)["input_ids"]).logits
 save_file({"logits": logits}, exchange + ".logits")
@@ -82,7 +82,7 @@ def reload_elsewhere(folder: Path, input_ids: torch.Tensor) -> tuple[str, torch.
     try:
         save_file({"input_ids": input_ids}, exchange)
         command = [sys.executable, "-c", FRESH_PROCESS, str(folder), str(exchange), PROMPT]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
         if done.returncode:
             raise HfGrowError(f"The fresh process failed: {done.stderr.strip().splitlines()[-1]}")
         return done.stdout, load_file(logits_file)["logits"]
