@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Annotated, Any
 
 import torch
@@ -44,7 +45,8 @@ def demo(
     console.rule("1. patch")
     tokenizer = AutoTokenizer.from_pretrained(SMALL_MODEL)
     model = AutoModelForCausalLM.from_pretrained(SMALL_MODEL).eval()
-    input_ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    # A help topic that the small model was not trained on.
+    input_ids = tokenizer(topics["assert"], return_tensors="pt")["input_ids"][:, :200]
     stock = logits(model, input_ids)
     make_growable(model)
     console.print(f"growable and stock logits are equal: {torch.equal(stock, logits(model, input_ids))}")
