@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "hf_grow"
 # Each may import those before it, and files of its own rank.
 RANKS = [
     {"errors"},
-    {"modeling"},
+    {"modeling", "linalg"},
     {"families", "assets", "model_card"},
     {"patch"},
     {"structure"},

@@ -1,0 +1,244 @@
+"""The maths against brute force: optimality of the whitened step, inverses, projections, refactoring."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_grow import HfGrowError, linalg
+
+
+def draw(*shape, seed=0):
+    """Normal numbers in float64."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def inputs_with_condition(tokens, size, condition, seed):
+    """A (tokens, size) matrix whose gram has about this condition number."""
+    left, _, right = torch.linalg.svd(draw(tokens, size, seed=seed), full_matrices=False)
+    values = torch.logspace(0, -0.5 * torch.log10(torch.tensor(condition)).item(), left.shape[1], dtype=torch.float64)
+    return (left * values) @ right
+
+
+def instance(seed, condition=100.0, size=6, tokens=12, heads=2):
+    """One sequence: inputs and score gradients, and the statistics that follow from them."""
+    states = inputs_with_condition(tokens, size, condition, seed)
+    score_gradient = draw(heads, tokens, tokens, seed=seed + 1)
+    gradient = states.T @ score_gradient @ states
+    return states, gradient, states.T @ states
+
+
+def decrease_per_norm(found, gradient, gram):
+    """First-order decrease for a score change of norm one, all heads together."""
+    norm = linalg.score_change_norm(found, gram, gram).square().sum().sqrt()
+    return float(linalg.first_order_gains(gradient, found).sum() / norm)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), power=st.floats(0, 6), rank=st.integers(1, 5))
+def test_the_whitened_step_beats_the_other_truncations(seed, power, rank):
+    _, gradient, gram = instance(seed, condition=10.0**power, heads=1)
+    kwargs = {"groups": 1, "cutoff": 1e-14}
+    whitened, euclidean, plain = (
+        decrease_per_norm(
+            linalg.directions(gradient, gram, gram, rank, metric=metric, **kwargs),
+            gradient,
+            gram,
+        )
+        for metric in linalg.METRICS
+    )
+    assert whitened >= euclidean * (1 - 1e-6)
+    assert whitened >= plain * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("condition", [1.0, 1e3])
+def test_the_whitened_step_is_what_a_brute_force_optimiser_finds(rank, condition):
+    states, gradient, gram = instance(3, condition, heads=1)
+    best = decrease_per_norm(linalg.directions(gradient, gram, gram, rank, groups=1, cutoff=1e-14), gradient, gram)
+    found = 0.0
+    for start in range(4):
+        left, right = (draw(6, rank, seed=10 * start + side).requires_grad_() for side in (1, 2))
+        optimizer = torch.optim.LBFGS(
+            [left, right], max_iter=2000, line_search_fn="strong_wolfe", tolerance_change=1e-14
+        )
+
+        def loss(left=left, right=right, optimizer=optimizer):
+            optimizer.zero_grad()
+            change = left @ right.T
+            value = -(gradient[0] * change).sum() / (states @ change @ states.T).norm()
+            value.backward()
+            return value
+
+        optimizer.step(loss)
+        found = max(found, -float(loss()))
+    assert found <= best * (1 + 1e-6)
+    assert found >= best * (1 - 1e-3)
+
+
+def test_at_full_rank_whitened_and_euclidean_agree():
+    _, gradient, gram = instance(5, condition=50.0)
+    first, second = (
+        linalg.directions(gradient, gram, gram, 6, groups=2, metric=metric, cutoff=1e-14)
+        for metric in ("whitened", "euclidean")
+    )
+    assert torch.allclose(first.query @ first.key.mT, second.query @ second.key.mT, atol=1e-9)
+    inverse = torch.linalg.inv(gram)
+    assert torch.allclose(first.query @ first.key.mT, inverse @ gradient @ inverse, rtol=1e-8)
+
+
+def test_gains_are_squared_singular_values_of_the_whitened_gradient():
+    _, gradient, gram = instance(7)
+    found = linalg.directions(gradient, gram, gram, 3, groups=2, cutoff=1e-14)
+    root = linalg.symmetric_power(gram, -0.5, 1e-14)
+    values = torch.linalg.svdvals(linalg.whiten(gradient, root, root))[:, :3]
+    assert torch.allclose(linalg.first_order_gains(gradient, found), values**2, rtol=1e-8)
+
+
+def test_a_group_shares_its_key_columns_in_the_best_way():
+    _, gradient, gram = instance(9, heads=4)
+    found = linalg.directions(gradient, gram, gram, 2, groups=2, cutoff=1e-14)
+    assert found.query.shape == (4, 6, 2) and found.key.shape == (2, 6, 2)
+    root = linalg.symmetric_power(gram, -0.5, 1e-14)
+    whitened = linalg.whiten(gradient, root, root)
+    for group in range(2):
+        stacked = torch.cat((whitened[2 * group], whitened[2 * group + 1]))
+        values = torch.linalg.svdvals(stacked)[:2]
+        gains = linalg.first_order_gains(gradient, found)[2 * group : 2 * group + 2].sum(0)
+        assert torch.allclose(gains, values**2, rtol=1e-8)
+
+
+def test_new_columns_change_the_scores_by_the_step():
+    states, gradient, gram = instance(11)
+    found = linalg.directions(gradient, gram, gram, 2, groups=2)
+    query, key = linalg.new_columns(found, step=0.3, scaling=0.25)
+    added = 0.25 * (states @ query) @ (states @ key).mT
+    assert torch.allclose(added, -0.3 * states @ found.query @ found.key.mT @ states.T)
+
+
+def test_the_bottleneck_is_what_training_the_present_columns_cannot_reach():
+    """Least squares over all changes of W_Q and W_K leaves exactly the bottleneck."""
+    whitened = draw(1, 5, 5, seed=1)
+    query, key = draw(1, 5, 2, seed=2), draw(1, 5, 2, seed=3)
+    rest = linalg.bottleneck(whitened, query, key, groups=1)
+    columns = []
+    for row in range(5):
+        for column in range(2):
+            unit = torch.zeros(5, 2, dtype=torch.float64)
+            unit[row, column] = 1
+            columns += [(unit @ key[0].T).flatten(), (query[0] @ unit.T).flatten()]
+    basis = torch.stack(columns, dim=1)
+    solution = torch.linalg.lstsq(basis, whitened.flatten()[:, None], driver="gelsd").solution
+    assert torch.allclose(rest.flatten(), whitened.flatten() - (basis @ solution).flatten(), atol=1e-10)
+
+
+def test_directions_of_the_bottleneck_avoid_the_present_columns():
+    _, gradient, gram = instance(13)
+    present = draw(2, 6, 2, seed=4), draw(2, 6, 2, seed=5)
+    for metric in linalg.METRICS:
+        found = linalg.directions(gradient, gram, gram, 2, groups=2, metric=metric, present=present, cutoff=1e-14)
+        assert torch.isfinite(found.query).all() and torch.isfinite(found.key).all()
+    found = linalg.directions(gradient, gram, gram, 2, groups=2, present=present, cutoff=1e-14)
+    assert (linalg.first_order_gains(gradient, found) > 0).all()
+    overlap = found.query.mT @ gram @ present[0]
+    assert overlap.abs().max() < 1e-8
+
+
+@pytest.mark.parametrize("columns", [3, 5])
+def test_refactor_at_step_zero_gives_the_scores_back(columns):
+    states, gradient, gram = instance(15)
+    query, key = draw(2, 6, 3, seed=6), draw(2, 6, 3, seed=7)
+    new_query, new_key = linalg.refactor(query, key, gradient, gram, gram, columns, step=0.0, scaling=0.5)
+    assert new_query.shape == (2, 6, columns)
+    before = states @ query @ key.mT @ states.T
+    after = states @ new_query @ new_key.mT @ states.T
+    assert (after - before).norm() <= 1e-5 * before.norm()
+
+
+def test_refactor_with_fewer_columns_keeps_the_largest_part_of_the_scores():
+    states, gradient, gram = instance(17)
+    query, key = draw(2, 6, 3, seed=6), draw(2, 6, 3, seed=7)
+    new_query, new_key = linalg.refactor(query, key, gradient, gram, gram, 2, step=0.0, scaling=0.5)
+    before = states @ query @ key.mT @ states.T
+    after = states @ new_query @ new_key.mT @ states.T
+    lost = torch.linalg.svdvals(before)[:, 2]
+    assert torch.allclose((after - before).norm(dim=(1, 2)), lost, rtol=1e-6)
+
+
+def test_refactor_with_a_step_and_room_for_it_takes_the_full_step():
+    states, gradient, gram = instance(19)
+    query, key = draw(2, 6, 3, seed=6), draw(2, 6, 3, seed=7)
+    new_query, new_key = linalg.refactor(query, key, gradient, gram, gram, 6, step=0.1, scaling=0.5)
+    inverse = linalg.inverse(gram, cutoff=1e-14)
+    wanted = 0.5 * query @ key.mT - 0.1 * inverse @ gradient @ inverse
+    assert torch.allclose(0.5 * states @ new_query @ new_key.mT @ states.T, states @ wanted @ states.T, atol=1e-8)
+
+
+@pytest.mark.parametrize("groups", [2, 1])
+def test_the_plain_step_follows_the_gradient_and_has_unit_size(groups):
+    states, gradient, gram = instance(21)
+    query, key = draw(2, 6, 3, seed=6).requires_grad_(), draw(groups, 6, 3, seed=7).requires_grad_()
+    product = query @ key.repeat_interleave(2 // groups, dim=0).mT
+    wanted = torch.autograd.grad((gradient * product).sum(), (query, key))
+    changes = linalg.plain_step(query.detach(), key.detach(), gradient, gram, gram, scaling=0.5)
+    for change, slope in zip(changes, wanted, strict=True):
+        assert torch.nn.functional.cosine_similarity(change.flatten(), -slope.flatten(), dim=0) > 1 - 1e-9
+    query, key, product, small = query.detach(), key.detach(), product.detach(), 1e-6
+    moved = (query + small * changes[0]) @ (key + small * changes[1]).repeat_interleave(2 // groups, dim=0).mT
+    assert (0.5 * states @ (moved - product) @ states.T).norm() / small == pytest.approx(1.0, rel=1e-4)
+
+
+def test_all_inverses_agree_on_full_rank_input():
+    _, _, gram = instance(23, condition=1e4)
+    exact = torch.linalg.inv(gram)
+    for method in linalg.INVERSES:
+        assert torch.allclose(linalg.inverse(gram, method, cutoff=1e-14), exact, rtol=1e-7), method
+    with pytest.raises(HfGrowError, match="eigh, pinv, solve"):
+        linalg.inverse(gram, "magic")
+
+
+def test_rank_deficient_grams_give_finite_results_or_a_refusal():
+    states = torch.cat((draw(3, 5, seed=1), torch.ones(3, 1, dtype=torch.float64)), dim=1)
+    gram = states.T @ states
+    pseudo = torch.linalg.pinv(gram, hermitian=True)
+    for method in ("eigh", "pinv"):
+        assert torch.allclose(linalg.inverse(gram, method), pseudo, atol=1e-6 * float(pseudo.abs().max()))
+    with pytest.raises(HfGrowError, match="not of full rank"):
+        linalg.inverse(torch.zeros(3, 3), "solve")
+    gradient = draw(2, 6, 6, seed=2)
+    found = linalg.directions(states.T @ draw(2, 3, 3, seed=3) @ states, gram, gram, 5, groups=2)
+    assert torch.isfinite(found.query).all() and torch.isfinite(found.key).all()
+    nothing = linalg.directions(gradient * 0, gram * 0, gram * 0, 2, groups=2, present=(gradient[..., :2],) * 2)
+    assert not nothing.query.any() and torch.isfinite(nothing.key).all()
+
+
+@pytest.mark.parametrize("condition", [1.0, 1e2, 1e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_newton_schulz_agrees_with_eigh(condition, dtype):
+    _, _, gram = instance(25, condition)
+    batched = torch.stack((gram, 3 * gram)).to(dtype)
+    expected = linalg.symmetric_power(batched.double(), -0.5, cutoff=0.0, ridge=1e-5)
+    found = linalg.inverse_root_newton_schulz(batched, ridge=1e-5).double()
+    tolerance = 1e-9 if dtype == torch.float64 else 1e-2
+    assert (found - expected).norm() <= tolerance * expected.norm()
+
+
+def test_the_exact_step_solves_its_equation():
+    sequences = [inputs_with_condition(9, 4, 30.0, seed) for seed in range(3)]
+    grams = torch.stack([states.T @ states for states in sequences])
+    gradients = torch.stack([states.T @ draw(2, 9, 9, seed=9) @ states for states in sequences])
+    found = linalg.exact_step(gradients, grams, grams, ridge=1e-10)
+    dense = sum(torch.kron(gram, gram) for gram in grams)
+    for head in range(2):
+        expected = torch.linalg.solve(dense, gradients.sum(0)[head].flatten())
+        assert torch.allclose(found[head].flatten(), expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max()))
+
+
+def test_conjugate_gradients_stop_at_a_zero_right_side():
+    assert not linalg.conjugate_gradients(lambda change: change, torch.zeros(2, 3, 3)).any()
+
+
+def test_an_unknown_metric_is_named():
+    _, gradient, gram = instance(27)
+    with pytest.raises(HfGrowError, match="whitened, euclidean, none"):
+        linalg.directions(gradient, gram, gram, 1, groups=2, metric="cosine")
