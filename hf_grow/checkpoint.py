@@ -71,7 +71,7 @@ def inspect_checkpoint(path: str | os.PathLike) -> dict:
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
             model = growable_class(config)
-        model.growth_history = read_history(folder) or model.growth_history
+        config.growth_history = read_history(folder) or config.growth_history
         _check_weights(folder, model)
     return model.growth_summary()
 

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_grow.errors import HfGrowError
 from hf_grow.families import family_of
 from hf_grow.modeling.growable_attention import AttentionSite, attention_sites
-from hf_grow.modeling.growable_model import GrowableModel, adopt, new_history, set_model_class
+from hf_grow.modeling.growable_model import GrowableModel, adopt, set_model_class
 
 logger = logging.getLogger("hf_grow")
 
@@ -51,7 +51,6 @@ def make_growable(model: Model) -> Model:
     set_model_class(model, growable_class)
     adopt(model)
     _rebind_wrapped_forwards(model)
-    model.growth_history = new_history(model.config)
     return model
 
 

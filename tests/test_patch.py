@@ -279,3 +279,30 @@ def test_a_model_quantised_while_loading_is_refused(tmp_path):
     causal_model("llama").save_pretrained(tmp_path)
     model = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=QuantoConfig(weights="int8"))
     refused(model, "is a QLinear .* cannot be widened. Load the model without quantisation")
+
+
+@pytest.mark.parametrize("model_type", CAUSAL_TYPES)
+def test_the_model_inside_a_task_head_is_growable_in_its_own_right(model_type, tmp_path):
+    model = make_growable(causal_model(model_type))
+    expected = tensors(model, batch(model))["logits"]
+    hf_grow.widen_query_key(model.base_model, 0, 2)
+    hf_grow.widen_query_key(model, 1, 2)
+    assert [event["layer"] for event in model.growth_history["events"]] == [0, 1]
+    assert model.base_model.growth_summary()["events"] == model.growth_history["events"]
+    assert relative_difference(tensors(model, batch(model))["logits"], expected) <= 1e-5
+    hf_grow.save_grown(model.base_model, tmp_path / "base")
+    loaded = hf_grow.load_grown(tmp_path / "base").eval()
+    assert type(loaded) is type(model.base_model)
+    assert_same(tensors(loaded, batch(model)), tensors(model.base_model, batch(model)))
+
+
+def test_a_new_growable_model_is_initialised_like_a_stock_one():
+    torch.manual_seed(0)
+    stock = GPT2LMHeadModel(small_config("gpt2", n_embd=64))
+    grown = make_growable(copy.deepcopy(stock))
+    hf_grow.add_heads(grown, 1, 1)
+    for fresh in (type(grown)(grown.config), type(grown.transformer)(grown.config)):
+        blocks = fresh.base_model.h
+        for name in ("attn.c_proj", "mlp.c_proj"):
+            for block in blocks:
+                assert float(block.get_submodule(name).weight.detach().std()) == pytest.approx(0.01, rel=0.1), name

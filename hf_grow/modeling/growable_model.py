@@ -30,6 +30,23 @@ class GrowableConfig:
 
     hf_grow: dict | None
 
+    @property
+    def growth_history(self) -> dict:
+        """What was grown so far; all models that share this config share it, and growth.json keeps it."""
+        if "_growth_history" not in self.__dict__:
+            self.__dict__["_growth_history"] = new_history(self)
+        return self.__dict__["_growth_history"]
+
+    @growth_history.setter
+    def growth_history(self, history: dict) -> None:
+        self.__dict__["_growth_history"] = history
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in transformers, without the history, which has a file of its own."""
+        content = super().to_dict()  # type: ignore[misc]
+        content.pop("_growth_history", None)
+        return content
+
     def record(self, sites: list[AttentionSite]) -> None:
         """Write the sizes of all attention modules into `hf_grow`."""
         layers: dict[str, list[dict]] = {"layers": [], "cross_layers": []}
@@ -67,7 +84,6 @@ class GrowableModel:
     auto_classes: ClassVar[tuple[str, ...]] = ()
     code_files: ClassVar[tuple[str, ...]]
     config: Any
-    growth_history: dict
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -86,8 +102,16 @@ class GrowableModel:
     def post_init(self) -> None:
         """Become growable before transformers initialises or loads the weights."""
         adopt(self)
-        self.growth_history = new_history(self.config)
         super().post_init()  # type: ignore[misc]
+
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        """transformers passes over modules without parameters of their own in custom code; GPT-2's attention is one."""
+        super()._initialize_weights(module, False)  # type: ignore[misc]
+
+    @property
+    def growth_history(self) -> dict:
+        """Base model and growth events, as saved in growth.json."""
+        return self.config.growth_history
 
     def growth_summary(self) -> dict:
         """Sizes and parameters of every attention module, and what was grown so far; ready for JSON."""
@@ -134,7 +158,7 @@ class GrowableModel:
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if history is not None:
-            model.growth_history = history
+            model.config.growth_history = history
         return loaded
 
 
