@@ -31,3 +31,10 @@ def test_commands_in_the_readme_exist():
     targets = set(re.findall(r"`?make ([a-z-]+)", text)) - {"it"}
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert targets and all(re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in targets)
+
+
+def test_the_attention_benchmark_prints_its_table():
+    command = [sys.executable, ROOT / "scripts" / "bench_attention.py", "--layers", "1", "--lengths", "32"]
+    done = subprocess.run([*command, "--rounds", "2"], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "ungrown / stock" in done.stdout and "decoding" in done.stdout
