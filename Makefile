@@ -11,7 +11,7 @@ READY := $(VENV)/.ready-$(EXTRAS)
 .PHONY: demo test test-slow test-oldest check format bench clean
 
 demo: $(READY)
-	$(BIN)/hf-grow demo --out demo
+	$(BIN)/hf-grow demo --out demo --overwrite
 
 test: $(READY)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -37,7 +37,7 @@ bench: $(READY)
 
 $(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
+	$(BIN)/pip install -qq --disable-pip-version-check -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
 	touch $@
 
 clean:

@@ -1,6 +1,8 @@
 """Saving, checking, loading and pushing grown models. A save is whole or absent, never half."""
 
+import json
 import os
+import re
 import shutil
 import tempfile
 import uuid
@@ -12,13 +14,13 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import AutoConfig
 
 from hf_grow.errors import HfGrowError
 from hf_grow.families import FAMILIES, family_of
 from hf_grow.model_card import write_model_card
-from hf_grow.modeling.growable_model import GrowableModel, read_history
+from hf_grow.modeling.growable_model import GrowableModel, hub_arguments, read_history
 
 
 def save_grown(
@@ -31,9 +33,7 @@ def save_grown(
 ) -> Path:
     """Write a grown model, its code, history and card (and tokenizer) to a folder that appears all at once."""
     _require_growable(model)
-    folder = Path(path)
-    check_out_folder(folder, overwrite)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder = check_out_folder(path, overwrite)
     with _replacing(folder) as aside:
         model.save_pretrained(aside, max_shard_size=max_shard_size)
         if tokenizer is not None:
@@ -42,12 +42,22 @@ def save_grown(
     return folder
 
 
-def check_out_folder(folder: Path, overwrite: bool) -> None:
-    """A folder that may be written to: absent, empty, or given up by the user."""
-    if folder.exists() and not folder.is_dir():
-        raise HfGrowError(f"{folder} is a file; name a folder.")
-    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
-        raise HfGrowError(f"{folder} exists and is not empty; choose another folder or ask to overwrite it.")
+def check_out_folder(path: str | os.PathLike, overwrite: bool) -> Path:
+    """The folder to write, as an absolute path: absent, empty, or a model that the user gives up."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise HfGrowError(f"A folder must be named by a path, not {path!r}.")
+    folder = Path(path).resolve()
+    standing = next(place for place in (folder, *folder.parents) if place.exists())
+    if not standing.is_dir():
+        raise HfGrowError(f"{standing} is a file; name a folder.")
+    if not os.access(standing, os.W_OK):
+        raise HfGrowError(f"{standing} cannot be written to.")
+    if standing == folder and any(folder.iterdir()):
+        if not overwrite:
+            raise HfGrowError(f"{folder} exists and is not empty; choose another folder or ask to overwrite it.")
+        if not (folder / "config.json").exists():
+            raise HfGrowError(f"{folder} holds no model, so it is not overwritten; choose another folder.")
+    return folder
 
 
 def load_grown(path: str | os.PathLike, **kwargs: Any) -> Any:
@@ -55,10 +65,18 @@ def load_grown(path: str | os.PathLike, **kwargs: Any) -> Any:
     with clear_errors(path):
         growable_class = _saved_class(path, **kwargs)
         model, info = growable_class.from_pretrained(path, output_loading_info=True, **kwargs)
-    absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    check_loading(path, info)
+    return model
+
+
+def check_loading(path: str | os.PathLike, info: dict) -> None:
+    """Refuse a model that got random weights, or whose files hold layers that the config does not know."""
+    absent = sorted(str(key) for key in (*info["missing_keys"], *info["mismatched_keys"]))
     if absent:
         raise HfGrowError(f"{path} is incomplete: {len(absent)} weights are missing, among them {absent[0]}.")
-    return model
+    extra = sorted(key for key in info["unexpected_keys"] if re.search(r"\.\d+\.", key))
+    if extra:
+        raise HfGrowError(f"{path} has {len(extra)} weights that its config knows nothing of, among them {extra[0]}.")
 
 
 def inspect_checkpoint(path: str | os.PathLike) -> dict:
@@ -68,10 +86,10 @@ def inspect_checkpoint(path: str | os.PathLike) -> dict:
         raise HfGrowError(f"{folder} is not a folder.")
     with clear_errors(path):
         growable_class: Any = _saved_class(folder)
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             model = growable_class(config)
-        config.growth_history = read_history(folder) or config.growth_history
+        model.config.growth_history = read_history(folder) or model.config.growth_history
         _check_weights(folder, model)
     return model.growth_summary()
 
@@ -129,26 +147,33 @@ def _require_growable(model: Any) -> None:
 
 
 def _saved_class(path: str | os.PathLike, **kwargs: Any) -> Any:
-    names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-    config = AutoConfig.from_pretrained(path, **{name: kwargs[name] for name in names if name in kwargs})
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False, **hub_arguments(kwargs))
     if config.model_type in FAMILIES:
         raise HfGrowError(
             f"{path} is a stock {config.model_type} checkpoint: load it with transformers, then call make_growable."
         )
+    family = family_of(config.model_type)
+    if config.hf_grow is None:
+        raise HfGrowError(f"The config.json of {path} has lost its record of sizes, 'hf_grow'.")
     architecture = (config.architectures or [None])[0]
-    for cls in family_of(config.model_type).model_classes.values():
+    for cls in family.model_classes.values():
         if cls.__name__ == architecture:
             return cls
     raise HfGrowError(f"{path} was saved as {architecture!r}, which is no growable class of {config.model_type}.")
 
 
 def _check_weights(folder: Path, model: Any) -> None:
+    wanted = model.state_dict()
     files = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        files = sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    for name, tensor in model.state_dict().items():
+    check_loading(folder, {"missing_keys": (), "mismatched_keys": (), "unexpected_keys": shapes.keys() - wanted.keys()})
+    for name, tensor in wanted.items():
         if name in model.all_tied_weights_keys:
             continue
         if shapes.get(name) != tuple(tensor.shape):
@@ -163,7 +188,7 @@ def clear_errors(path: str | os.PathLike) -> Iterator[None]:
         yield
     except HfGrowError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+    except Exception as error:
         raise HfGrowError(f"{path} cannot be loaded: {_first_line(error)}") from error
 
 
@@ -177,22 +202,25 @@ def _replacing(folder: Path) -> Iterator[Path]:
     mark = uuid.uuid4().hex[:8]
     aside = folder.with_name(f".{folder.name}.saving-{mark}")
     previous = folder.with_name(f".{folder.name}.previous-{mark}")
-    aside.mkdir()
+    new_parents = [place for place in folder.parents if not place.exists()]
     try:
+        aside.mkdir(parents=True)
         yield aside
         _flush(aside)
         if folder.exists():
             folder.rename(previous)
-        try:
-            aside.rename(folder)
-        except OSError:
-            if previous.exists():
-                previous.rename(folder)
-            raise
-    finally:
+        aside.rename(folder)
+    except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
-        if folder.exists():
-            shutil.rmtree(previous, ignore_errors=True)
+        if previous.exists() and not folder.exists():
+            previous.rename(folder)
+        for place in new_parents:
+            if place.exists() and not any(place.iterdir()):
+                place.rmdir()
+        if isinstance(error, OSError):
+            raise HfGrowError(f"{folder} cannot be written: {_first_line(error)}") from error
+        raise
+    shutil.rmtree(previous, ignore_errors=True)
 
 
 def _flush(folder: Path) -> None:

@@ -67,8 +67,9 @@ def write_model_card(model: Any, folder: Path) -> None:
 def describe_event(event: dict) -> str:
     """One growth event in words."""
     what = event["kind"].replace("query_key", "query/key").replace("_", " ")
-    where = f"{event['attention']}-attention of layer {event['layer']}"
-    return f"{event['count']:+d} {what} in the {where}"
+    if "count" not in event:
+        return what
+    return f"{event['count']:+d} {what} in the {event['attention']}-attention of layer {event['layer']}"
 
 
 def plot_sizes(summary: dict, file: Path) -> None:

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_grow.errors import HfGrowError
 from hf_grow.families import family_of
 from hf_grow.modeling.growable_attention import AttentionSite, attention_sites
-from hf_grow.modeling.growable_model import GrowableModel, adopt, set_model_class
+from hf_grow.modeling.growable_model import GrowableModel, adopt, own_config, set_model_class
 
 logger = logging.getLogger("hf_grow")
 
@@ -43,8 +43,8 @@ def make_growable(model: Model) -> Model:
     if growable_class is None:
         known = ", ".join(sorted(cls.__name__ for cls in family.model_classes))
         raise HfGrowError(
-            f"{type(model).__name__} is not a transformers class for '{model.config.model_type}' ({known}). "
-            f"Make the model inside it growable: make_growable(model.{model.base_model_prefix})."
+            f"{type(model).__name__} is not one of transformers' own classes for '{model.config.model_type}' "
+            f"({known}), so its checkpoints could not be loaded again. Load the weights with one of these."
         )
     _check_stock_attention(model, family)
     _change_config(model, family)
@@ -93,13 +93,10 @@ def _check_stock_attention(model: PreTrainedModel, family: type[GrowableModel]) 
 
 def _change_config(model: PreTrainedModel, family: type[GrowableModel]) -> None:
     """Give the model a growable config of its own: the stock object may be shared with other models."""
-    stock = model.config
-    config = copy.deepcopy(stock)
+    config = copy.deepcopy(model.config)
     config.__class__ = family.config_class
     config.hf_grow = None
-    for module in model.modules():
-        if getattr(module, "config", None) is stock:
-            module.config = config
+    own_config(model, config)
 
 
 def _rebind_wrapped_forwards(model: nn.Module) -> None:

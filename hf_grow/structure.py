@@ -4,7 +4,7 @@ Weights follow the maths: query, key and value are (heads, inputs, columns), whe
 input more and the bias is the last row; output is (heads, columns, outputs).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -16,7 +16,8 @@ from hf_grow.modeling.growable_attention import (
     AttentionDims,
     AttentionSite,
     attention_sites,
-    set_projection,
+    install,
+    new_parameters,
     weight_rows,
 )
 from hf_grow.modeling.growable_model import GrowableModel
@@ -25,6 +26,8 @@ from hf_grow.patch import check_site
 Blocks = dict[str, torch.Tensor]
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def widen_query_key(
     model: Any,
     layer: int,
@@ -50,6 +53,8 @@ def widen_query_key(
     _record(model, site, "query_key_columns", columns)
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def widen_value(
     model: Any,
     layer: int,
@@ -76,6 +81,8 @@ def widen_value(
     _record(model, site, "value_columns", columns)
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def add_heads(
     model: Any,
     layer: int,
@@ -110,10 +117,14 @@ def add_heads(
     _record(model, site, "heads", heads)
 
 
-def drop_query_key(model: Any, layer: int, columns: Sequence[int], *, kind: str = "self") -> None:
+@torch.inference_mode(False)
+@torch.no_grad()
+def drop_query_key(model: Any, layer: int, columns: Iterable[int], *, kind: str = "self") -> None:
     """Remove the query/key columns with these indices from every head of a layer. Rotated columns must stay."""
     site = find_site(model, layer, kind)
     dims, rotary = site.attention.dims, site.attention.rotary_dim
+    if not isinstance(columns, Iterable):
+        raise HfGrowError(f"columns must be a list of column numbers, not {columns!r}.")
     dropped = {_column_index(index, dims.qk_head_dim) for index in columns}
     if any(index < rotary for index in dropped):
         raise HfGrowError(f"The first {rotary} query/key columns of {site.name} are rotated and cannot be dropped.")
@@ -135,7 +146,7 @@ def find_site(model: Any, layer: int, kind: str = "self") -> AttentionSite:
         raise HfGrowError(f"kind must be 'self' or 'cross', not {kind!r}.")
     sites = [site for site in attention_sites(model) if site.kind == kind]  # type: ignore[arg-type]
     for site in sites:
-        if site.layer == layer and not isinstance(layer, bool):
+        if isinstance(layer, int) and not isinstance(layer, bool) and site.layer == layer:
             check_site(site)
             _check_not_offloaded(site)
             return site
@@ -179,17 +190,17 @@ def _commit(model: Any, site: AttentionSite, blocks: Blocks, dims: AttentionDims
     """Put the blocks back as weights. All memory is taken before the first weight changes."""
     ready = []
     for projection, roles in site.projections():
+        bias = None
         if roles == ("output",):
-            weight, bias = blocks["output"].flatten(0, 1).T.contiguous(), projection.bias
+            weight = blocks["output"].flatten(0, 1).T
         else:
-            rows = _fuse(site, blocks, roles)
-            has_bias = projection.bias is not None
-            weight = rows[:, :-1].contiguous() if has_bias else rows
-            bias = rows[:, -1].contiguous() if has_bias else None
+            weight = _fuse(site, blocks, roles)
+            if projection.bias is not None:
+                weight, bias = weight[:, :-1], weight[:, -1]
         if weight.shape != weight_rows(projection).shape:
-            ready.append((projection, weight, bias if roles != ("output",) else None))
-    for projection, weight, bias in ready:
-        set_projection(projection, weight, bias)
+            ready.append((projection, new_parameters(projection, weight, bias)))
+    for projection, parameters in ready:
+        install(projection, parameters)
     site.attention.set_dims(dims)
     model.config.record(attention_sites(model))
 
@@ -229,8 +240,9 @@ def _new_blocks(
 
 def _checked(site: AttentionSite, role: str, weight: Any, shape: tuple[int, ...], old: torch.Tensor) -> torch.Tensor:
     where = f"The new {role} weights for {site.name}"
-    if not isinstance(weight, torch.Tensor):
-        raise HfGrowError(f"{where} must be a tensor, not {type(weight).__name__}.")
+    if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
+        kind = weight.dtype if isinstance(weight, torch.Tensor) else type(weight).__name__
+        raise HfGrowError(f"{where} must be a tensor of floating-point numbers, not {kind}.")
     if tuple(weight.shape) != shape:
         raise HfGrowError(f"{where} must have shape {shape}, not {tuple(weight.shape)}.")
     weight = weight.detach().to(device=old.device, dtype=old.dtype)
@@ -245,9 +257,13 @@ def _random_like(
     """Normal weights with the spread of the present ones; new biases start at zero."""
     has_bias = old.shape[1] > _input_features(site, role)
     weights = old[:, :-1] if has_bias else old
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise HfGrowError(f"generator must be a torch.Generator, not {type(generator).__name__}.")
     device = old.device if generator is None else generator.device
     random = torch.randn(shape, generator=generator, dtype=torch.float32, device=device).to(old.device)
-    random = random * weights.float().square().mean().sqrt()
+    spread = weights.float().square().mean().sqrt()
+    # Where the present weights are all zero, so would the new ones be: take the usual size instead.
+    random = random * torch.where(spread > 0, spread, torch.full_like(spread, 0.02))
     if has_bias:
         random[:, -1] = 0
     return random.to(old.dtype)

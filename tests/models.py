@@ -44,7 +44,7 @@ def small_config(model_type: str, **changes: Any) -> Any:
     """A tiny stock config without dropout."""
     config_class = FAMILIES[model_type].stock_config_class
     sizes = SIZES.get(model_type, ROTARY)
-    return config_class(vocab_size=VOCABULARY, pad_token_id=0, **{**sizes, **changes})
+    return config_class(vocab_size=VOCABULARY, **{"pad_token_id": 0, **sizes, **changes})
 
 
 def small_model(stock_class: type, model_type: str, attn: str = "sdpa", **changes: Any) -> Any:

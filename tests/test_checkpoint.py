@@ -136,6 +136,13 @@ def test_bfloat16_reloads_as_bfloat16(grown, tmp_path):
 
 def test_a_grown_backbone_takes_a_new_task_head(grown, tmp_path):
     save_grown(grown, tmp_path / "model")
+    script = f"""
+import sys
+sys.modules["hf_grow"] = None
+from transformers import AutoModelForTokenClassification
+AutoModelForTokenClassification.from_pretrained({str(tmp_path / "model")!r}, trust_remote_code=True)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", num_labels=3)
     assert torch.equal(classifier.transformer.h[0].attn.c_attn.weight, grown.transformer.h[0].attn.c_attn.weight)
     assert classifier(**batch(grown)).logits.shape == (2, 3)
@@ -194,6 +201,12 @@ AutoModelForCausalLM.from_pretrained({str(tmp_path / "model")!r}, trust_remote_c
     assert done.returncode != 0 and "trust_remote_code=True" in done.stderr
 
 
+def test_no_stock_class_takes_a_growable_checkpoint(every_checkpoint):
+    for _, stock_class in TASK_HEADS:
+        with pytest.raises(Exception, match="grown by hf-grow"):
+            stock_class.from_pretrained(every_checkpoint / stock_class.__name__)
+
+
 def test_an_existing_folder_is_kept_unless_asked(grown, tmp_path):
     save_grown(grown, tmp_path / "model")
     marker = tmp_path / "model" / "notes.txt"
@@ -203,6 +216,12 @@ def test_an_existing_folder_is_kept_unless_asked(grown, tmp_path):
     assert marker.read_text() == "mine"
     save_grown(grown, tmp_path / "model", overwrite=True)
     assert not marker.exists()
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("mine")
+    with pytest.raises(HfGrowError, match="holds no model, so it is not overwritten"):
+        save_grown(grown, tmp_path / "thesis", overwrite=True)
+    with pytest.raises(HfGrowError, match="named by a path, not None"):
+        save_grown(grown, None)
     (tmp_path / "file").write_text("mine")
     with pytest.raises(HfGrowError, match="is a file"):
         save_grown(grown, tmp_path / "file", overwrite=True)
@@ -219,10 +238,49 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_whole(grown, tmp_path, monk
     target = "transformers.modeling_utils.safe_save_file" if "safetensors" in moment else moment
     monkeypatch.setattr(target, fail)
     hf_grow.widen_query_key(grown, 0, 1)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(HfGrowError, match="cannot be written: disk full"):
+        save_grown(grown, tmp_path / "model", overwrite=True)
+    with pytest.raises(HfGrowError, match="disk full"):
+        save_grown(grown, tmp_path / "new" / "parent" / "model")
+    assert {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()} == before
+    assert [file.name for file in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_interrupt_while_folders_change_places_keeps_the_old_one(grown, tmp_path, monkeypatch):
+    save_grown(grown, tmp_path / "model")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
+    real, calls = Path.rename, []
+
+    def interrupt_second(self, target):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupt_second)
+    with pytest.raises(KeyboardInterrupt):
         save_grown(grown, tmp_path / "model", overwrite=True)
     assert {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()} == before
     assert [file.name for file in tmp_path.iterdir()] == ["model"]
+
+
+def test_links_and_the_working_folder_can_be_saved_to(grown, tmp_path, monkeypatch):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    save_grown(grown, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "config.json").exists()
+    assert {file.name for file in tmp_path.iterdir()} == {"real", "link"}
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    save_grown(grown, ".")
+    assert (tmp_path / "here" / "config.json").exists()
+
+
+def edit_config(folder, change):
+    """Rewrite config.json after a change."""
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def damage_truncate(folder):
@@ -249,26 +307,51 @@ def damage_config_json(folder):
 
 
 def damage_dimensions(folder):
-    text = (folder / "config.json").read_text()
-    config = json.loads(text)
-    config["hf_grow"]["layers"][0]["qk_head_dim"] = -3
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_config(folder, lambda config: config["hf_grow"]["layers"][0].update(qk_head_dim=-3))
+
+
+def damage_scaling(folder):
+    edit_config(folder, lambda config: config["hf_grow"]["layers"][0].update(scaling=None))
 
 
 def damage_layers(folder):
-    config = json.loads((folder / "config.json").read_text())
-    config["hf_grow"]["layers"].pop()
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_config(folder, lambda config: config["hf_grow"]["layers"].pop())
+
+
+def damage_depth(folder):
+    def drop_a_layer(config):
+        config["n_layer"] = 1
+        config["hf_grow"]["layers"].pop()
+
+    edit_config(folder, drop_a_layer)
+
+
+def damage_record(folder):
+    edit_config(folder, lambda config: config.update(hf_grow=None))
+
+
+def damage_record_type(folder):
+    edit_config(folder, lambda config: config.update(hf_grow="x"))
+
+
+def damage_field_type(folder):
+    edit_config(folder, lambda config: config.update(n_embd="a"))
+
+
+def damage_model_type(folder):
+    edit_config(folder, lambda config: config.pop("model_type"))
 
 
 def damage_shape(folder):
-    config = json.loads((folder / "config.json").read_text())
-    config["hf_grow"]["layers"][0]["qk_head_dim"] += 1
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_config(folder, lambda config: config["hf_grow"]["layers"][0].update(qk_head_dim=12))
 
 
 def damage_newer_history(folder):
     (folder / "growth.json").write_text(json.dumps({"format": 99, "events": []}))
+
+
+def damage_history_events(folder):
+    (folder / "growth.json").write_text(json.dumps({"format": 1, "events": [{}]}))
 
 
 def damage_history(folder):
@@ -284,10 +367,17 @@ def damage_history(folder):
         (damage_missing_weight, "incomplete|is damaged"),
         (damage_config_json, "cannot be loaded"),
         (damage_dimensions, "qk_head_dim must be a positive integer, not -3"),
-        (damage_layers, "has 1 entries and none for"),
+        (damage_scaling, "scaling must be a finite number, not None"),
+        (damage_layers, "has 1 entries for 2 self-attention modules"),
+        (damage_depth, "weights that its config knows nothing of"),
+        (damage_record, "has lost its record of sizes"),
+        (damage_record_type, "cannot be loaded"),
+        (damage_field_type, "cannot be loaded"),
+        (damage_model_type, "cannot be loaded"),
         (damage_shape, "cannot be loaded|is damaged"),
-        (damage_newer_history, "format 99, newer than 1: update hf-grow"),
+        (damage_newer_history, "format 99 is newer than 1: update hf-grow"),
         (damage_history, "growth.json of .* cannot be read"),
+        (damage_history_events, "growth.json of .* cannot be read"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_in_one_sentence(grown, tmp_path, damage, message):
@@ -302,7 +392,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence(grown, tmp_path, damage
 def test_a_newer_history_stops_from_pretrained_too(grown, tmp_path):
     save_grown(grown, tmp_path / "model")
     damage_newer_history(tmp_path / "model")
-    with pytest.raises(ValueError, match="newer than 1"):
+    with pytest.raises(ValueError, match="newer than 1: update"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "model")
 
 

@@ -6,12 +6,14 @@ import sys
 
 import pytest
 import torch
-from models import causal_model, grow_everything, small_config
+from models import TASK_HEADS, causal_model, grow_everything, head_id, small_config
+from safetensors.torch import load_file, save_file
 from transformers import MambaConfig, MambaModel
 
 import hf_grow
 from hf_grow import load_grown, make_growable, save_grown
 from hf_grow.cli import main
+from hf_grow.families import FAMILIES
 
 
 @pytest.fixture
@@ -70,8 +72,40 @@ def broken_model(folder):
     (folder / "model.safetensors").write_bytes(b"broken")
 
 
+def missing_weight(folder):
+    causal_model("gpt2").save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights["transformer.h.1.attn.c_attn.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def change_config(folder, **changes):
+    causal_model("gpt2").save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def fewer_layers(folder):
+    change_config(folder, n_layer=1)
+
+
+def no_architecture(folder):
+    change_config(folder, architectures=None)
+
+
+def not_finite(folder):
+    model = causal_model("gpt2")
+    model.transformer.wte.weight.data[:] = torch.nan
+    model.save_pretrained(folder)
+
+
+def broken_tokenizer(folder):
+    causal_model("gpt2").save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+
+
 def config_only(folder):
-    small_config("gpt2").save_pretrained(folder)
+    small_config("gpt2", architectures=["GPT2LMHeadModel"]).save_pretrained(folder)
 
 
 @pytest.mark.parametrize(
@@ -80,10 +114,15 @@ def config_only(folder):
         (unknown_model, "No attention family for model_type 'mamba'"),
         (growable_model, "growable already"),
         (broken_model, "cannot be loaded"),
+        (missing_weight, "is incomplete: 1 weights are missing"),
+        (fewer_layers, "weights that its config knows nothing of"),
+        (no_architecture, "was saved as None; known classes are"),
+        (not_finite, "its outputs are not finite"),
+        (broken_tokenizer, "The tokenizer of"),
         (config_only, "cannot be loaded"),
         (lambda folder: None, "cannot be loaded"),
     ],
-    ids=["unknown", "growable", "broken", "no weights", "absent"],
+    ids=lambda value: getattr(value, "__name__", None),
 )
 def test_patch_refuses_bad_models_with_one_sentence(run, tmp_path, prepare, message):
     prepare(tmp_path / "model")
@@ -91,8 +130,23 @@ def test_patch_refuses_bad_models_with_one_sentence(run, tmp_path, prepare, mess
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("model_type", "stock_class"), TASK_HEADS, ids=head_id)
+def test_patch_takes_every_task_head(run, tmp_path, model_type, stock_class):
+    changes = {"pad_token_id": None} if model_type != "bert" else {}
+    stock_class(small_config(model_type, **changes)).save_pretrained(tmp_path / "stock")
+    summary = json.loads(run("patch", tmp_path / "stock", "--out", tmp_path / "new" / "out", "--json"))
+    assert summary["largest_output_difference"] == 0
+    assert type(load_grown(tmp_path / "new" / "out")) is FAMILIES[model_type].model_classes[stock_class]
+
+
+def test_patch_refuses_folders_it_cannot_write(run, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    assert "is a file" in run("patch", hf_grow.SMALL_MODEL, "--out", tmp_path / "file" / "x", code=2)
+
+
 def test_inspect_refuses_what_is_no_grown_checkpoint(run, tmp_path):
-    assert "is not a folder" in run("inspect", tmp_path / "nowhere", code=2)
+    assert "nowhere/[v1] is not a folder" in run("inspect", "nowhere/[v1]", code=2)
+    assert "no[/v1] is not a folder" in run("inspect", "no[/v1]", code=2)
     causal_model("gpt2").save_pretrained(tmp_path / "stock")
     assert "stock gpt2 checkpoint" in run("inspect", tmp_path / "stock", code=2)
 
@@ -102,3 +156,4 @@ def test_the_demo_runs(run, tmp_path):
     assert "growable and stock logits are equal: True" in printed
     assert "reloaded logits are equal, bit for bit: True" in printed
     assert {file.name for file in tmp_path.iterdir()} == {"demo"}
+    assert "exists and is not empty" in run("demo", "--out", tmp_path / "demo", code=2)

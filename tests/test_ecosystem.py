@@ -199,6 +199,19 @@ def test_lora_on_grown_projections_trains_and_merges(model_type, targets):
     hf_grow.widen_query_key(merged, 0, 1)
 
 
+def test_a_lora_adapter_saved_on_a_grown_model_loads_again(tmp_path):
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    model = grown_causal("llama")
+    hf_grow.save_grown(model, tmp_path / "base")
+    ids = batch(model, None)["input_ids"]
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)).eval()
+    expected = adapted(ids).logits
+    adapted.save_pretrained(tmp_path / "adapter")
+    again = PeftModel.from_pretrained(hf_grow.load_grown(tmp_path / "base"), tmp_path / "adapter").eval()
+    assert torch.equal(again(ids).logits, expected)
+
+
 def test_scaling_is_data_and_not_recomputed():
     model = make_growable(causal_model("gpt2", scale_attn_by_inverse_layer_idx=True))
     before = [site.attention.scaling for site in attention_sites(model)]

@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import logging
+import shutil
 import types
 
 import pytest
@@ -29,6 +30,8 @@ from transformers import (
     MambaConfig,
     MambaModel,
     QuantoConfig,
+    Trainer,
+    TrainingArguments,
 )
 from transformers.models.auto import modeling_auto
 
@@ -223,11 +226,43 @@ def test_patching_twice_changes_nothing_and_says_so(caplog):
     assert model.growth_summary() == summary
 
 
-def test_a_causal_model_uses_the_causal_loss_without_a_warning(caplog):
-    model = make_growable(causal_model("gpt2"))
-    ids = batch(model)["input_ids"]
-    assert model.loss_type == "ForCausalLM"
-    assert torch.isfinite(model(ids, labels=ids).loss)
+def test_a_causal_model_uses_the_causal_loss():
+    stock = causal_model("gpt2")
+    ids = batch(stock)["input_ids"]
+    expected = stock(ids, labels=ids).loss
+    assert make_growable(stock).loss_type == "ForCausalLM"
+    assert torch.equal(stock(ids, labels=ids).loss, expected)
+
+
+@pytest.mark.parametrize("model_type", CAUSAL_TYPES)
+def test_trainer_smooths_labels_as_for_the_stock_model(model_type, tmp_path):
+    stock = causal_model(model_type)
+    growable = make_growable(copy.deepcopy(stock))
+    arguments = TrainingArguments(tmp_path, label_smoothing_factor=0.1, report_to="none", use_cpu=True)
+    ids = batch(stock, None)["input_ids"]
+    losses = [
+        Trainer(model, arguments).compute_loss(model, {"input_ids": ids, "labels": ids.clone()})
+        for model in (stock, growable)
+    ]
+    assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_models_from_one_growable_config_do_not_disturb_each_other(model_type):
+    for stock_class in list(FAMILIES[model_type].model_classes)[:3]:
+        first = make_growable(small_model(stock_class, model_type))
+        second = type(first)(first.config)
+        hf_grow.widen_query_key(second, 0, 1)
+        assert first.config.hf_grow["layers"][0]["qk_head_dim"] == 8
+        assert not first.growth_history["events"] and len(second.growth_history["events"]) == 1
+        assert all(module.config is second.config for module in second.modules() if hasattr(module, "config"))
+
+
+def test_the_folder_of_the_base_model_is_never_told(tmp_path):
+    causal_model("gpt2").save_pretrained(tmp_path / "private" / "name")
+    model = make_growable(GPT2LMHeadModel.from_pretrained(tmp_path / "private" / "name"))
+    shutil.rmtree(tmp_path / "private")
+    assert model.growth_history["base_model"] == "name"
 
 
 def refused(model, message):
@@ -254,7 +289,7 @@ def test_a_class_of_the_users_own_is_refused_with_advice():
     class Mine(GPT2Model):
         pass
 
-    refused(Mine(small_config("gpt2")), r"make_growable\(model.transformer\)")
+    refused(Mine(small_config("gpt2")), "Mine is not one of transformers' own classes for 'gpt2'")
 
 
 def test_quantised_projections_are_refused():

@@ -10,6 +10,7 @@ from transformers import BertLMHeadModel, BertModel, GPT2LMHeadModel
 
 from hf_grow import HfGrowError, add_heads, drop_query_key, make_growable, widen_query_key, widen_value
 from hf_grow.families import FAMILIES
+from hf_grow.modeling import growable_attention
 from hf_grow.modeling.growable_attention import AttentionDims, AttentionSite, Layout, attention_sites
 from hf_grow.structure import _fuse, find_site, read_blocks
 
@@ -300,7 +301,11 @@ RIGHT = torch.ones(4, 33, 2)
         (lambda model: widen_query_key(model, 0, 1, kind="both"), "kind must be 'self' or 'cross'"),
         (lambda model: widen_query_key(model, 0, 2, query=RIGHT[:3]), r"shape \(4, 33, 2\), not \(3, 33, 2\)"),
         (lambda model: widen_query_key(model, 0, 2, key=BAD), "key weights for h.0.attn are not all finite"),
-        (lambda model: widen_query_key(model, 0, 2, key=[1.0]), "must be a tensor, not list"),
+        (lambda model: widen_query_key(model, 0, 2, key=[1.0]), "must be a tensor of floating-point numbers, not list"),
+        (lambda model: widen_query_key(model, 0, 2, key=RIGHT.cfloat()), "numbers, not torch.complex64"),
+        (lambda model: widen_query_key(model, 0, 2, generator=3), "generator must be a torch.Generator, not int"),
+        (lambda model: widen_query_key(model, torch.tensor([0, 1]), 2), "no self-attention in layer tensor"),
+        (lambda model: drop_query_key(model, 0, 3), "must be a list of column numbers, not 3"),
         (lambda model: widen_query_key(model, 0, 2, query=RIGHT * 0), "both zero: they could never learn"),
         (lambda model: widen_value(model, 0, 2, output=RIGHT), r"output weights .* must have shape \(4, 2, 32\)"),
         (lambda model: drop_query_key(model, 0, [8]), "numbered 0 to 7"),
@@ -328,23 +333,33 @@ def test_a_stock_model_cannot_be_grown():
         widen_query_key(small_model(BertModel, "bert"), 0, 1)
 
 
-def test_a_failure_in_the_middle_leaves_the_model_as_it_was(monkeypatch):
-    model = base_model("llama")
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+@pytest.mark.parametrize("target", ["torch.cat", "hf_grow.modeling.growable_attention._like"])
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
+def test_a_failure_in_the_middle_leaves_the_model_as_it_was(monkeypatch, model_type, target, call):
+    model = base_model(model_type)
     before = copy.deepcopy(model.state_dict())
-    real, calls = torch.cat, []
+    real = torch.cat if target == "torch.cat" else growable_attention._like
+    calls = []
 
     def fail_later(*args, **kwargs):
         calls.append(1)
-        if len(calls) == 3:
+        if len(calls) == call:
             raise MemoryError
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(torch, "cat", fail_later)
-    with pytest.raises(MemoryError):
-        widen_query_key(model, 0, 1)
+    monkeypatch.setattr(target, fail_later)
+    failed = False
+    try:
+        add_heads(model, 0, 1)
+    except MemoryError:
+        failed = True
     monkeypatch.undo()
+    assert failed or (target, call) == ("hf_grow.modeling.growable_attention._like", 4)
+    if not failed:
+        return
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert find_site(model, 0).attention.query_key_dim == 8
+    assert find_site(model, 0).attention.n_heads == 4
 
 
 def test_growing_a_projection_with_an_adapter_is_refused():
@@ -354,3 +369,18 @@ def test_growing_a_projection_with_an_adapter_is_refused():
     get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(HfGrowError, match="merge and unload its adapters"):
         widen_query_key(model, 0, 1)
+
+
+def test_growth_inside_inference_mode_can_be_trained_later():
+    model = base_model("llama")
+    with torch.inference_mode():
+        grow_everything(model)
+    model(**batch(model)).last_hidden_state.square().sum().backward()
+
+
+def test_new_query_columns_are_not_zero_where_the_present_ones_are():
+    model = base_model("llama")
+    with torch.no_grad():
+        model.layers[0].self_attn.q_proj.weight.zero_()
+    widen_query_key(model, 0, 2)
+    assert read_blocks(find_site(model, 0))["query"][..., 8:].abs().min() > 0

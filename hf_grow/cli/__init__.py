@@ -4,6 +4,7 @@ import logging
 import sys
 
 import typer
+from rich.markup import escape
 
 from hf_grow.cli import demo, inspect, patch, push
 from hf_grow.cli.output import errors
@@ -27,5 +28,5 @@ def main() -> None:
     try:
         app()
     except HfGrowError as error:
-        errors.print(f"[red]Error:[/red] {error}", soft_wrap=True, highlight=False)
+        errors.print(f"[red]Error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
         sys.exit(2)

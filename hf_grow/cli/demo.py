@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_grow.assets import SMALL_MODEL
-from hf_grow.checkpoint import save_grown
+from hf_grow.checkpoint import check_out_folder, save_grown
 from hf_grow.cli.output import console, print_summary
 from hf_grow.errors import HfGrowError
 from hf_grow.patch import make_growable
@@ -40,8 +40,10 @@ print(tokenizer.decode(model.generate(**ids, max_new_tokens=60, do_sample=False,
 
 def demo(
     out: Annotated[Path, typer.Option(help="Where to save the grown model.")] = Path("demo"),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in --out.")] = False,
 ) -> None:
     """Patch the small model, grow it without changing it, save, reload in a fresh process, generate."""
+    out = check_out_folder(out, overwrite)
     console.rule("1. patch")
     tokenizer = AutoTokenizer.from_pretrained(SMALL_MODEL)
     model = AutoModelForCausalLM.from_pretrained(SMALL_MODEL).eval()
@@ -61,8 +63,8 @@ def demo(
     console.print(f"largest change of a logit: {change:.1e} of the largest logit")
 
     console.rule("3. save, and reload where hf-grow is not installed")
-    save_grown(model, out, tokenizer=tokenizer, overwrite=True)
-    console.print(f"saved in {out}")
+    save_grown(model, out, tokenizer=tokenizer, overwrite=overwrite)
+    console.print(f"saved in {out}", soft_wrap=True, markup=False)
     text, reloaded = reload_elsewhere(out, input_ids)
     console.print(f"reloaded logits are equal, bit for bit: {torch.equal(grown, reloaded)}")
     console.rule("4. generate")

@@ -3,6 +3,7 @@
 import json
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from hf_grow.model_card import describe_event
@@ -18,7 +19,7 @@ def print_json(value: dict) -> None:
 
 def print_summary(summary: dict, title: str) -> None:
     """A table of layers and sizes, then the history."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=escape(title), title_justify="left")
     for name in ("layer", "kind", "heads", "key heads", "query/key", "value", "scale"):
         table.add_column(name, justify="right")
     table.add_column("parameters", justify="right")

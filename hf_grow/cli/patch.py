@@ -4,13 +4,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import transformers
 import typer
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
 
-from hf_grow.checkpoint import check_out_folder, clear_errors, save_grown
+from hf_grow.checkpoint import check_loading, check_out_folder, clear_errors, save_grown
 from hf_grow.cli.output import console, print_json, print_summary
 from hf_grow.errors import HfGrowError
 from hf_grow.families import FAMILIES, family_of
@@ -27,14 +26,15 @@ def patch(
     """Make a pretrained model growable and save it, its outputs checked against the stock model's."""
     check_out_folder(out, overwrite)
     stock = load_stock(model, revision)
+    tokenizer = load_tokenizer(model, revision)
     example = example_inputs(stock)
-    before = outputs(stock, example)
+    before = outputs(model, stock, example)
     growable = make_growable(stock)
     growable.growth_history["base_revision"] = commit_of(model, revision)
-    difference = largest_difference(before, outputs(growable, example))
+    difference = largest_difference(before, outputs(model, growable, example))
     if difference > 0:
         raise HfGrowError(f"The growable model's outputs differ from the stock model's by {difference:.3g}; not saved.")
-    save_grown(growable, out, tokenizer=load_tokenizer(model, revision), overwrite=overwrite)
+    save_grown(growable, out, tokenizer=tokenizer, overwrite=overwrite)
     summary = growable.growth_summary()
     if as_json:
         print_json({**summary, "out": str(out), "largest_output_difference": difference})
@@ -47,12 +47,16 @@ def load_stock(name: str, revision: str | None) -> Any:
     """The stock model with the task head it was saved with, float32 or as saved."""
     with clear_errors(name):
         config = AutoConfig.from_pretrained(name, revision=revision)
-        family_of(config.model_type)
+        family: Any = family_of(config.model_type)
         if config.model_type not in FAMILIES:
             raise HfGrowError(f"{name} is growable already: see it with 'hf-grow inspect'.")
-        architecture = (config.architectures or ["AutoModel"])[0]
-        model_class = getattr(transformers, architecture, transformers.AutoModel)
-        return model_class.from_pretrained(name, revision=revision).eval()
+        known = {stock.__name__: stock for stock in family.model_classes}
+        architecture = (config.architectures or [None])[0]
+        if architecture not in known:
+            raise HfGrowError(f"{name} was saved as {architecture!r}; known classes are {', '.join(sorted(known))}.")
+        model, info = known[architecture].from_pretrained(name, revision=revision, output_loading_info=True)
+    check_loading(name, info)
+    return model.eval()
 
 
 def commit_of(name: str, revision: str | None) -> str | None:
@@ -62,26 +66,31 @@ def commit_of(name: str, revision: str | None) -> str | None:
 
 def load_tokenizer(name: str, revision: str | None) -> Any:
     """The model's tokenizer, None where it has none."""
-    try:
-        return AutoTokenizer.from_pretrained(name, revision=revision)
-    except (OSError, ValueError):
+    files = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    found = (cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False) for file in files)
+    if not any(found):
         return None
+    with clear_errors(f"The tokenizer of {name}"):
+        return AutoTokenizer.from_pretrained(name, revision=revision)
 
 
 def example_inputs(model: Any) -> dict[str, torch.Tensor]:
     """A few random tokens in the shape the model's task head takes."""
     choices = "MultipleChoice" in type(model).__name__ or "DoubleHeads" in type(model).__name__
-    shape = (1, 2, 16) if choices else (2, 16)
+    length = min(16, model.config.max_position_embeddings)
+    shape = (1, 2, length) if choices else (1, length)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, shape, generator=generator)
     return {"input_ids": ids.to(model.device), "attention_mask": torch.ones_like(ids).to(model.device)}
 
 
 @torch.no_grad()
-def outputs(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All floating-point tensors a model returns."""
-    result = model(**inputs)
-    return {name: value for name, value in result.items() if isinstance(value, torch.Tensor)}
+def outputs(name: str, model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All tensors a model returns, checked to be numbers."""
+    found = {key: value for key, value in model(**inputs).items() if isinstance(value, torch.Tensor)}
+    if not all(bool(torch.isfinite(value).all()) for value in found.values()):
+        raise HfGrowError(f"{name} is damaged: its outputs are not finite.")
+    return found
 
 
 def largest_difference(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> float:

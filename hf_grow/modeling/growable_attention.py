@@ -5,6 +5,7 @@ This file travels with every checkpoint, so it imports torch and transformers on
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +30,8 @@ class AttentionDims:
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{name} must be a positive integer, not {size!r}.")
+        if isinstance(self.scaling, bool) or not isinstance(self.scaling, (int, float)) or not isfinite(self.scaling):
+            raise ValueError(f"scaling must be a finite number, not {self.scaling!r}.")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"{self.num_attention_heads} query heads cannot share {self.num_key_value_heads} key heads evenly."
@@ -156,14 +159,22 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
     ]
 
 
-def set_projection(
+def new_parameters(
     projection: Any, weight: torch.Tensor, bias: torch.Tensor | None, *, initialized: bool = True
-) -> None:
-    """Put new weights of any size into a Linear or Conv1D; `weight` is (out, in) for both."""
-    projection.weight = _like(projection.weight, weight.T if isinstance(projection, Conv1D) else weight, initialized)
+) -> dict[str, nn.Parameter]:
+    """Parameters of any size that can take the place of a Linear's or Conv1D's; `weight` is (out, in) for both."""
+    values = weight.T if isinstance(projection, Conv1D) else weight
+    parameters = {"weight": _like(projection.weight, values, initialized)}
     if bias is not None:
-        projection.bias = _like(projection.bias, bias, initialized)
-    outputs, inputs = weight.shape
+        parameters["bias"] = _like(projection.bias, bias, initialized)
+    return parameters
+
+
+def install(projection: Any, parameters: dict[str, nn.Parameter]) -> None:
+    """Give a projection its new parameters and tell it their sizes; nothing here can fail."""
+    for name, parameter in parameters.items():
+        setattr(projection, name, parameter)
+    outputs, inputs = weight_rows(projection).shape
     if isinstance(projection, Conv1D):
         projection.nf, projection.nx = outputs, inputs
     else:

@@ -3,6 +3,7 @@
 This file travels with every checkpoint, so it imports torch and transformers only.
 """
 
+import copy
 import json
 import shutil
 from dataclasses import asdict
@@ -12,10 +13,11 @@ from typing import Any, ClassVar
 import transformers
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import cached_file
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from .growable_attention import AttentionDims, AttentionSite, attention_sites, set_projection, weight_rows
+from .growable_attention import AttentionDims, AttentionSite, attention_sites, install, new_parameters, weight_rows
 
 GROWTH_FILE = "growth.json"
 GROWTH_FORMAT = 1
@@ -59,12 +61,18 @@ class GrowableConfig:
         # transformers then leaves static caches to be sized by the first keys and values they get.
         self.qk_head_dim = max(site.attention.query_key_dim for site in sites)
 
-    def dims(self, site: AttentionSite) -> AttentionDims:
-        """The recorded sizes of one attention module."""
+    def recorded(self, sites: list[AttentionSite]) -> list[AttentionDims]:
+        """The recorded sizes of all attention modules."""
+        for key, kind in (("layers", "self"), ("cross_layers", "cross")):
+            wanted = sum(site.kind == kind for site in sites)
+            found = len((self.hf_grow or {}).get(key, []))
+            if found != wanted:
+                raise ValueError(f"config.hf_grow['{key}'] has {found} entries for {wanted} {kind}-attention modules.")
+        return [self._dims(site) for site in sites]
+
+    def _dims(self, site: AttentionSite) -> AttentionDims:
         key = "cross_layers" if site.kind == "cross" else "layers"
-        layers = (self.hf_grow or {}).get(key, [])
-        if site.layer >= len(layers):
-            raise ValueError(f"config.hf_grow['{key}'] has {len(layers)} entries and none for {site.name}.")
+        layers = (self.hf_grow or {})[key]
         try:
             dims = AttentionDims(**layers[site.layer])
         except (TypeError, ValueError) as error:
@@ -93,6 +101,9 @@ class GrowableModel:
             cls.model_classes[cls.__bases__[1]] = cls
             for name in cls.auto_classes:
                 getattr(transformers, name).register(cls.config_class, cls, exist_ok=True)
+            if "AutoModelForCausalLM" in cls.auto_classes:
+                # By this table of names the Trainer knows whose labels to shift when it smooths them.
+                MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.config_class.model_type] = cls.__name__
 
     @classmethod
     def attention_class(cls, module: nn.Module) -> Any:
@@ -101,6 +112,7 @@ class GrowableModel:
 
     def post_init(self) -> None:
         """Become growable before transformers initialises or loads the weights."""
+        own_config(self, copy.deepcopy(self.config))
         adopt(self)
         super().post_init()  # type: ignore[misc]
 
@@ -130,13 +142,13 @@ class GrowableModel:
             for site in attention_sites(self)  # type: ignore[arg-type]
         ]
         return {
+            **self.growth_history,
             "model_type": self.config.model_type,
             "parameters": self.num_parameters(),  # type: ignore[attr-defined]
             "layers": layers,
-            **self.growth_history,
         }
 
-    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
         """As in transformers, with the modelling code and the growth history beside the weights."""
         kwargs.setdefault("save_original_format", False)
         self.config.record(attention_sites(self))  # type: ignore[arg-type]
@@ -144,7 +156,7 @@ class GrowableModel:
         if is_main_process:
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             _write_companions(self, Path(save_directory))
-        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)  # type: ignore[misc]
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)  # type: ignore[misc]
 
     def _get_files_timestamps(self, working_dir: Any) -> dict[str, float]:
         """transformers uploads what is newer than these; the companions were written before it looked."""
@@ -160,6 +172,15 @@ class GrowableModel:
         if history is not None:
             model.config.growth_history = history
         return loaded
+
+
+def own_config(model: Any, config: Any) -> None:
+    """Give a model and all that is in it one config that no other model shares: growth will write to it."""
+    stock_or_growable = (type(model.config), type(config))
+    for module in model.modules():
+        if isinstance(getattr(module, "config", None), stock_or_growable):
+            module.config = config
+    config.growth_history  # noqa: B018, reads the name of the base model while its folder is there
 
 
 def adopt(model: Any) -> None:
@@ -178,8 +199,7 @@ def adopt(model: Any) -> None:
     if model.config.hf_grow is None:
         model.config.record(sites)
     else:
-        planned = [(site, model.config.dims(site)) for site in sites]
-        for site, dims in planned:
+        for site, dims in zip(sites, model.config.recorded(sites), strict=True):
             _resize(site, dims)
 
 
@@ -193,7 +213,7 @@ def _resize(site: AttentionSite, dims: AttentionDims) -> None:
             continue
         weight = projection.weight.new_empty(shape)
         bias = None if projection.bias is None else projection.bias.new_empty(shape[0])
-        set_projection(projection, weight, bias, initialized=False)
+        install(projection, new_parameters(projection, weight, bias, initialized=False))
         # transformers initialises a module once: ask it to do these again at their new size.
         projection._is_hf_initialized = site.attention._is_hf_initialized = False
     site.attention.set_dims(dims)
@@ -227,25 +247,30 @@ def new_history(config: Any) -> dict:
     }
 
 
+def hub_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Those arguments of `from_pretrained` that say where files are."""
+    names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+    return {name: kwargs[name] for name in names if kwargs.get(name) is not None}
+
+
 def read_history(name_or_path: Any, **kwargs: Any) -> dict | None:
     """The contents of growth.json in a folder or Hub repository, None where there is none."""
     if name_or_path is None:
         return None
-    names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-    hub = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
+    hub = hub_arguments(kwargs)
     file = cached_file(name_or_path, GROWTH_FILE, _raise_exceptions_for_missing_entries=False, **hub)
     if file is None:
         return None
     try:
         history = json.loads(Path(file).read_text(encoding="utf-8"))
         format_number = int(history["format"])
+        if format_number > GROWTH_FORMAT:
+            raise ValueError(f"its format {format_number} is newer than {GROWTH_FORMAT}: update hf-grow")
+        if not all(isinstance(event["kind"], str) for event in history["events"]):
+            raise TypeError("an event has no kind")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{GROWTH_FILE} of {name_or_path} cannot be read: {error}") from error
-    if format_number > GROWTH_FORMAT:
-        raise ValueError(
-            f"{GROWTH_FILE} of {name_or_path} has format {format_number}, newer than {GROWTH_FORMAT}: update hf-grow."
-        )
-    return history
+    return {"base_model": None, "base_revision": None, **history}
 
 
 def _write_companions(model: Any, folder: Path) -> None:
