@@ -13,9 +13,9 @@ PACKAGE = Path(__file__).parents[1] / "hf_grow"
 RANKS = [
     {"errors"},
     {"modeling", "linalg"},
-    {"families", "assets", "model_card"},
+    {"families", "assets", "model_card", "statistics"},
     {"patch"},
-    {"structure"},
+    {"structure", "collect"},
     {"checkpoint"},
     {"cli", "__init__", "__main__"},
 ]

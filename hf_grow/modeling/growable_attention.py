@@ -5,6 +5,7 @@ This file travels with every checkpoint, so it imports torch and transformers on
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from typing import Any, ClassVar
 
@@ -102,7 +103,27 @@ def attend(
     attention_mask: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Call transformers' attention interface; q, k, v are (batch, heads, tokens, width).
+    """Call the attention kernel; q, k, v are (batch, heads, tokens, width).
+
+    While `attention.observer` is set it is called instead, with the kernel before the other arguments.
+    """
+    kernel = partial(_run_kernel, attention, eager)
+    observer = attention.__dict__.get("observer")
+    if observer is not None:
+        return observer(kernel, query, key, value, attention_mask, **kwargs)
+    return kernel(query, key, value, attention_mask, **kwargs)
+
+
+def _run_kernel(
+    attention: Any,
+    eager: Callable,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Call transformers' attention interface.
 
     The fast kernels want one width, so the narrower side is padded with zeros: exact, as the scale is explicit.
     """

@@ -16,6 +16,13 @@ class GrowableGPT2Config(GrowableConfig, GPT2Config):
     hf_grow: dict | None = None
 
 
+def _upcast_eager(
+    attention: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The stock eager kernel of models with `reorder_and_upcast_attn`, called like the others."""
+    return attention._upcast_and_reordered_attn(query, key, value, attention_mask)
+
+
 class GrowableGPT2Attention(GrowableAttention, stock.GPT2Attention):
     layout = Layout(inputs={"c_attn": ("query", "key", "value")}, output="c_proj")
 
@@ -52,13 +59,10 @@ class GrowableGPT2Attention(GrowableAttention, stock.GPT2Attention):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         query = self._heads(query, self.query_key_dim)
-        if self.reorder_and_upcast_attn and self.config._attn_implementation == "eager":
-            output, weights = self._upcast_and_reordered_attn(query, key, value, attention_mask)
-        else:
-            kwargs["dropout"] = self.attn_dropout.p if self.training else 0.0
-            kwargs["scaling"] = self.scaling
-            eager = stock.eager_attention_forward
-            output, weights = attend(self, eager, query, key, value, attention_mask, **kwargs)
+        kwargs["dropout"] = self.attn_dropout.p if self.training else 0.0
+        kwargs["scaling"] = self.scaling
+        eager = _upcast_eager if self.reorder_and_upcast_attn else stock.eager_attention_forward
+        output, weights = attend(self, eager, query, key, value, attention_mask, **kwargs)
         output = self.c_proj(output.reshape(*output.shape[:-2], -1).contiguous())
         return self.resid_dropout(output), weights
 
