@@ -113,7 +113,7 @@ def test_the_first_order_change_of_the_loss_is_the_gradient(model_type, stock_cl
         losses.append(float(loss_of(twin, inputs)))
     keys = key.repeat_interleave(query.shape[0] // key.shape[0], dim=0)
     slope = torch.einsum("hip,hij,hjp->", query, sums.gradient, keys) * find_site(model, 1).attention.scaling
-    assert (losses[0] - losses[1]) / (2 * size) == pytest.approx(float(slope) / sums.sequences, rel=1e-3)
+    assert (losses[0] - losses[1]) / (2 * size) == pytest.approx(float(slope) / sums.sequences, rel=5e-3)
 
 
 def test_grams_leave_out_padding():
