@@ -65,16 +65,20 @@ def load_grown(path: str | os.PathLike, **kwargs: Any) -> Any:
     with clear_errors(path):
         growable_class = _saved_class(path, **kwargs)
         model, info = growable_class.from_pretrained(path, output_loading_info=True, **kwargs)
-    check_loading(path, info)
+    check_loading(path, info, model.config.num_hidden_layers)
     return model
 
 
-def check_loading(path: str | os.PathLike, info: dict) -> None:
-    """Refuse a model that got random weights, or whose files hold layers that the config does not know."""
+def check_loading(path: str | os.PathLike, info: dict, n_layers: int) -> None:
+    """Refuse a model that got random weights, or whose files hold layers that the config does not know.
+
+    Other weights without a use are harmless: old checkpoints hold masks, and those of another task a head.
+    """
     absent = sorted(str(key) for key in (*info["missing_keys"], *info["mismatched_keys"]))
     if absent:
         raise HfGrowError(f"{path} is incomplete: {len(absent)} weights are missing, among them {absent[0]}.")
-    extra = sorted(key for key in info["unexpected_keys"] if re.search(r"\.\d+\.", key))
+    numbered = {key: re.search(r"\.(\d+)\.", key) for key in info["unexpected_keys"]}
+    extra = sorted(key for key, number in numbered.items() if number and int(number[1]) >= n_layers)
     if extra:
         raise HfGrowError(f"{path} has {len(extra)} weights that its config knows nothing of, among them {extra[0]}.")
 
@@ -172,7 +176,8 @@ def _check_weights(folder: Path, model: Any) -> None:
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    check_loading(folder, {"missing_keys": (), "mismatched_keys": (), "unexpected_keys": shapes.keys() - wanted.keys()})
+    extra = {"missing_keys": (), "mismatched_keys": (), "unexpected_keys": shapes.keys() - wanted.keys()}
+    check_loading(folder, extra, model.config.num_hidden_layers)
     for name, tensor in wanted.items():
         if name in model.all_tied_weights_keys:
             continue

@@ -320,8 +320,8 @@ All rows are measured on the same held-out tokens; the n-gram models are counted
 {loss_table(measured, corpus.held_out_bytes)}
 
 The loss on the training tokens is {measured.train_loss:.3f} nats per token. The weights are those of the
-step with the lowest held-out loss ({measured.best_step} of {options.steps}), so that figure is slightly
-optimistic.
+step with the lowest held-out loss ({measured.best_step} of {options.steps}), and the settings were
+chosen on the held-out text too, so that figure is somewhat optimistic.
 
 ## Sample
 

@@ -139,6 +139,14 @@ def test_patch_takes_every_task_head(run, tmp_path, model_type, stock_class):
     assert type(load_grown(tmp_path / "new" / "out")) is FAMILIES[model_type].model_classes[stock_class]
 
 
+def test_patch_passes_over_masks_that_old_checkpoints_hold(run, tmp_path):
+    causal_model("gpt2").save_pretrained(tmp_path / "old")
+    weights = load_file(tmp_path / "old" / "model.safetensors")
+    weights["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(weights, tmp_path / "old" / "model.safetensors", metadata={"format": "pt"})
+    assert "bit for bit" in run("patch", tmp_path / "old", "--out", tmp_path / "out")
+
+
 def test_patch_refuses_folders_it_cannot_write(run, tmp_path):
     (tmp_path / "file").write_text("mine")
     assert "is a file" in run("patch", hf_grow.SMALL_MODEL, "--out", tmp_path / "file" / "x", code=2)

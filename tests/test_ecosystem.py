@@ -17,7 +17,10 @@ from models import (
     small_model,
     tensors,
 )
-from transformers import AutoTokenizer, pipeline
+from transformers import AttentionInterface, AutoTokenizer, pipeline
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_grow
 from hf_grow import make_growable
@@ -93,6 +96,28 @@ def test_flex_attention_agrees_with_eager(model_type):
     expected = tensors(model, inputs)["last_hidden_state"]
     model.set_attn_implementation("flex_attention")
     assert relative_difference(tensors(model, inputs)["last_hidden_state"], expected) < 1e-4
+
+
+@every_family
+def test_other_kernels_get_heads_of_one_width(model_type):
+    """What flash attention asks for; here a stand-in, as it needs a GPU."""
+    widths = []
+
+    def kernel(module, query, key, value, attention_mask, **kwargs):
+        widths.append({query.shape[-1], key.shape[-1], value.shape[-1]})
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+    model = grown_base(model_type, "sdpa")
+    inputs = batch(model, padding=None)
+    expected = tensors(model, inputs)["last_hidden_state"]
+    ALL_ATTENTION_FUNCTIONS.register("one_width", kernel)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("one_width", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    try:
+        model.set_attn_implementation("one_width")
+        assert relative_difference(tensors(model, inputs)["last_hidden_state"], expected) < 1e-6
+    finally:
+        del AttentionInterface._global_mapping["one_width"], AttentionMaskInterface._global_mapping["one_width"]
+    assert widths == [{11}, {13}]
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ def load_stock(name: str, revision: str | None) -> Any:
         if architecture not in known:
             raise HfGrowError(f"{name} was saved as {architecture!r}; known classes are {', '.join(sorted(known))}.")
         model, info = known[architecture].from_pretrained(name, revision=revision, output_loading_info=True)
-    check_loading(name, info)
+    check_loading(name, info, config.num_hidden_layers)
     return model.eval()
 
 
