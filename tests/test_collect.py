@@ -8,7 +8,7 @@ from models import batch, causal_model, fill_new_weights, grow_everything, relat
 from transformers import BertForMaskedLM, BertForSequenceClassification, BertLMHeadModel, GPT2LMHeadModel
 
 from hf_grow import HfGrowError, make_growable
-from hf_grow.collect import collect_exact
+from hf_grow.collect import collect_exact, collect_products
 from hf_grow.structure import find_site, read_blocks
 
 CASES = [
@@ -114,6 +114,36 @@ def test_the_first_order_change_of_the_loss_is_the_gradient(model_type, stock_cl
     keys = key.repeat_interleave(query.shape[0] // key.shape[0], dim=0)
     slope = torch.einsum("hip,hij,hjp->", query, sums.gradient, keys) * find_site(model, 1).attention.scaling
     assert (losses[0] - losses[1]) / (2 * size) == pytest.approx(float(slope) / sums.sequences, rel=5e-3)
+
+
+@every_case
+@pytest.mark.parametrize("side", ["key", "query"])
+def test_probe_columns_give_products_with_the_gradient(model_type, stock_class, changes, side):
+    model = growable(model_type, stock_class, changes)
+    fill_new_weights(grow_everything(model))
+    inputs = labelled(model)
+    exact = [found.total().gradient for found in collect_exact(model, [inputs, inputs])]
+    generator = torch.Generator().manual_seed(7)
+    blocks = [read_blocks(find_site(model, layer)) for layer in (0, 1)]
+    probes = [torch.randn(*block[side].shape[:2], 5, generator=generator).double() for block in blocks]
+    found = collect_products(model, [inputs, inputs], probes, side)
+    for gradient, probe, block, product in zip(exact, probes, blocks, found, strict=True):
+        group = block["query"].shape[0] // block["key"].shape[0]
+        if side == "key":
+            expected = gradient @ probe.repeat_interleave(group, dim=0)
+        else:
+            expected = (gradient.mT @ probe).unflatten(0, (-1, group)).sum(1)
+        assert relative_difference(product, expected) < 1e-5
+
+
+def test_products_leave_everything_as_found():
+    model = make_growable(causal_model("llama")).train()
+    probes = [torch.randn(2, 32, 3) for _ in range(2)]
+    before = snapshot(model)
+    assert any(product.any() for product in collect_products(model, [labelled(model)], probes, "key"))
+    assert_equal(snapshot(model), before)
+    with pytest.raises(HfGrowError, match="'query' or 'key'"):
+        collect_products(model, [labelled(model)], probes, "value")
 
 
 def test_grams_leave_out_padding():
