@@ -31,22 +31,12 @@ class GrowableConfig:
     """Mixin over a stock config: `hf_grow` records the sizes of every attention module."""
 
     hf_grow: dict | None
-
-    @property
-    def growth_history(self) -> dict:
-        """What was grown so far; all models that share this config share it, and growth.json keeps it."""
-        if "_growth_history" not in self.__dict__:
-            self.__dict__["_growth_history"] = new_history(self)
-        return self.__dict__["_growth_history"]
-
-    @growth_history.setter
-    def growth_history(self, history: dict) -> None:
-        self.__dict__["_growth_history"] = history
+    growth_history: dict
 
     def to_dict(self) -> dict[str, Any]:
         """As in transformers, without the history, which has a file of its own."""
         content = super().to_dict()  # type: ignore[misc]
-        content.pop("_growth_history", None)
+        content.pop("growth_history", None)
         return content
 
     def record(self, sites: list[AttentionSite]) -> None:
@@ -180,7 +170,8 @@ def own_config(model: Any, config: Any) -> None:
     for module in model.modules():
         if isinstance(getattr(module, "config", None), stock_or_growable):
             module.config = config
-    config.growth_history  # noqa: B018, reads the name of the base model while its folder is there
+    if not hasattr(config, "growth_history"):
+        config.growth_history = new_history(config)
 
 
 def adopt(model: Any) -> None:
