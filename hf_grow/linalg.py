@@ -14,7 +14,9 @@ from torch import Tensor
 from hf_grow.errors import HfGrowError
 
 METRICS = ("whitened", "euclidean", "none")
-INVERSES = ("eigh", "pinv", "solve")
+INVERSES = ("eigh", "pinv", "solve", "newton_schulz")
+# Above this size a full SVD costs far more than finding the few strongest directions.
+LARGE = 256
 
 
 @dataclass(frozen=True)
@@ -77,13 +79,87 @@ def inverse(gram: Tensor, method: str = "eigh", cutoff: float = 1e-6, ridge: flo
     if method == "pinv":
         return torch.linalg.pinv(ridged, rtol=cutoff, hermitian=True)
     if method == "solve":
-        factor, failed = torch.linalg.cholesky_ex(ridged)
-        if bool(failed.any()):
-            raise HfGrowError(
-                "A gram is not of full rank: use inverse='eigh' or 'pinv', or a ridge, instead of 'solve'."
-            )
-        return torch.cholesky_solve(identity.expand_as(ridged), factor)
+        return torch.cholesky_solve(identity.expand_as(ridged), _cholesky(ridged))
+    if method == "newton_schulz":
+        root = inverse_root_newton_schulz(gram, max(ridge, cutoff))
+        return root @ root
     raise HfGrowError(f"inverse must be one of {', '.join(INVERSES)}, not {method!r}.")
+
+
+def _cholesky(gram: Tensor) -> Tensor:
+    factor, failed = torch.linalg.cholesky_ex(gram)
+    if bool(failed.any()):
+        raise HfGrowError("A gram is not of full rank: use inverse='eigh' or 'pinv', or a ridge, instead of 'solve'.")
+    return factor
+
+
+def whitening(gram: Tensor, method: str = "eigh", cutoff: float = 1e-6, ridge: float = 0.0) -> Tensor:
+    """A factor F with FᵀAF = I on the range of the gram A, so that F Fᵀ is its `inverse` by the same method."""
+    if method == "eigh":
+        return symmetric_power(gram, -0.5, cutoff, ridge)
+    if method == "newton_schulz":
+        return inverse_root_newton_schulz(gram, max(ridge, cutoff))
+    if method == "solve":
+        mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+        identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+        lower = _cholesky(gram + ridge * mean * identity)
+        return torch.linalg.solve_triangular(lower.mT, identity.expand_as(gram), upper=True)
+    return symmetric_power(inverse(gram, method, cutoff, ridge), 0.5, cutoff=0.0)
+
+
+@dataclass(frozen=True)
+class Side:
+    """The query or the key side of the scores: its gram, the factor that whitens it, and what the present columns span.
+
+    gram and factor are (inputs, inputs); basis is orthonormal, whitened, (heads, inputs, columns), or None for nothing.
+    """
+
+    gram: Tensor
+    factor: Tensor
+    basis: Tensor | None = None
+
+    def whiten(self, product: Tensor) -> Tensor:
+        """Fᵀ · product, without what the present columns span."""
+        return self.project(self.factor.mT @ product)
+
+    def weights(self, whitened: Tensor) -> Tensor:
+        """F · whitened: weights for columns that were found in whitened coordinates."""
+        return self.factor @ whitened
+
+    def project(self, whitened: Tensor) -> Tensor:
+        """(I − Π) · whitened."""
+        if self.basis is None:
+            return whitened
+        return whitened - self.basis @ (self.basis.mT @ whitened)
+
+
+def side(gram: Tensor, present: Tensor | None, method: str, cutoff: float, ridge: float) -> Side:
+    """A side whose columns are sought outside the span of the present weights (heads, inputs, columns), or anywhere."""
+    factor = whitening(gram, method, cutoff, ridge)
+    basis = None if present is None else orthonormal(factor.mT @ gram @ present)
+    return Side(gram, factor, basis)
+
+
+def orthonormal(columns: Tensor) -> Tensor:
+    """An orthonormal basis of the columns' span, with zero columns where they depend on each other."""
+    left, values, _ = torch.linalg.svd(columns, full_matrices=False)
+    eps = torch.finfo(columns.dtype).eps * max(columns.shape[-2:])
+    return left * (values > eps * values.amax(-1, keepdim=True))[..., None, :]
+
+
+def stack_groups(per_head: Tensor, groups: int) -> Tensor:
+    """(heads, m, n) → (groups, heads of a group · m, n)."""
+    return per_head.reshape(groups, -1, per_head.shape[-1])
+
+
+def stacked_orthonormal(per_head: Tensor, groups: int) -> Tensor:
+    """The columns of (heads, m, k) made orthonormal in each group, where the heads' rows are stacked."""
+    return torch.linalg.qr(stack_groups(per_head, groups)).Q.reshape(per_head.shape[0], per_head.shape[1], -1)
+
+
+def repeat_groups(per_group: Tensor, heads: int) -> Tensor:
+    """(groups, …) → (heads, …), each group's entry for all its heads."""
+    return per_group.repeat_interleave(heads // per_group.shape[0], dim=0)
 
 
 def grouped_svd(matrix: Tensor, groups: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,75 +168,65 @@ def grouped_svd(matrix: Tensor, groups: int, rank: int) -> tuple[Tensor, Tensor,
     Returns left (heads, m, rank), singular values (groups, rank) and right (groups, n, rank).
     """
     heads, rows, columns = matrix.shape
-    stacked = matrix.reshape(groups, heads // groups * rows, columns)
-    left, values, right = torch.linalg.svd(stacked, full_matrices=False)
-    left = left[..., :rank].reshape(heads, rows, -1)
-    return left, values[..., :rank], right.mT[..., :rank]
+    left, values, right = top_svd(stack_groups(matrix, groups), min(rank, columns, heads // groups * rows))
+    return left.reshape(heads, rows, -1), values, right
 
 
-def whiten(gradient: Tensor, query_inverse_root: Tensor, key_inverse_root: Tensor) -> Tensor:
-    """M = A^{-1/2} T B^{-1/2}, in whose metric lengths are lengths of score changes."""
-    return query_inverse_root @ gradient @ key_inverse_root
+def top_svd(matrix: Tensor, rank: int, products: int = 24) -> tuple[Tensor, Tensor, Tensor]:
+    """The `rank` largest singular values of (..., m, n), with left (..., m, rank) and right (..., n, rank).
 
-
-def bottleneck(whitened: Tensor, query_weights: Tensor, key_weights: Tensor, groups: int) -> Tensor:
-    """The part of M that no change of the present columns can express: (I − Π_Q) M (I − Π_K).
-
-    The weights are whitened too: A^{1/2} W_Q (heads, query inputs, columns), B^{1/2} W_K (groups, key inputs, columns).
+    Large matrices go through a subspace iteration of that many products, which is exact to the gap of the spectrum.
     """
-    per_group = whitened.shape[0] // groups
-    query_basis = _orthonormal(query_weights)
-    key_basis = _orthonormal(key_weights).repeat_interleave(per_group, dim=0)
-    rest = whitened - query_basis @ (query_basis.mT @ whitened)
-    return rest - (rest @ key_basis) @ key_basis.mT
+    smallest = min(matrix.shape[-2:])
+    width = rank + max(8, rank // 2)
+    if smallest <= LARGE or width * 4 > smallest:
+        left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+        return left[..., :rank], values[..., :rank], right.mT[..., :rank]
+    start = torch.randn(matrix.shape[-1], width, generator=torch.Generator().manual_seed(0))
+    basis = start.to(matrix).expand(*matrix.shape[:-2], -1, -1)
+    for _ in range(products // 2):
+        basis = torch.linalg.qr(matrix.mT @ torch.linalg.qr(matrix @ basis).Q).Q
+    left, values, right = torch.linalg.svd(matrix @ basis, full_matrices=False)
+    return left[..., :rank], values[..., :rank], (basis @ right.mT)[..., :rank]
 
 
-def _orthonormal(columns: Tensor) -> Tensor:
-    """An orthonormal basis of the columns' span, with zero columns where they depend on each other."""
-    left, values, _ = torch.linalg.svd(columns, full_matrices=False)
-    eps = torch.finfo(columns.dtype).eps * max(columns.shape[-2:])
-    return left * (values > eps * values.amax(-1, keepdim=True))[..., None, :]
+def whiten(gradient: Tensor, query: Side, key: Side) -> Tensor:
+    """M = A^{-1/2} T B^{-1/2}, in whose metric lengths are lengths of score changes, without what the sides leave out.
+
+    With bases this is the bottleneck (I − Π_Q) M (I − Π_K): what no change of the present columns can express.
+    """
+    heads = gradient.shape[0]
+    whitened = query.whiten(gradient) @ key.factor
+    if key.basis is None:
+        return whitened
+    basis = repeat_groups(key.basis, heads)
+    return whitened - (whitened @ basis) @ basis.mT
 
 
 def directions(
-    gradient: Tensor,
-    query_gram: Tensor,
-    key_gram: Tensor,
-    rank: int,
-    *,
-    groups: int,
-    metric: str = "whitened",
-    present: tuple[Tensor, Tensor] | None = None,
-    cutoff: float = 1e-6,
-    ridge: float = 0.0,
+    gradient: Tensor, query: Side, key: Side, rank: int, *, groups: int, metric: str = "whitened"
 ) -> Directions:
-    """The best `rank` new columns for a score gradient.
+    """The best `rank` new columns for a score gradient (heads, query inputs, key inputs).
 
     `metric` is where the truncation is best: "whitened" in the size of the score change (the optimum), "euclidean" in
-    that of A⁺TB⁺, "none" in that of T itself. With `present` = (W_Q, W_K) only what those cannot express is sought.
+    that of A⁺TB⁺, "none" in that of T itself. What the sides' bases span is not sought again.
     """
     if metric not in METRICS:
         raise HfGrowError(f"metric must be one of {', '.join(METRICS)}, not {metric!r}.")
-    powers = {"cutoff": cutoff, "ridge": ridge}
-    if metric == "none" and present is None:
-        return _balanced(*grouped_svd(gradient, groups, rank))
-    query_inverse, key_inverse = (symmetric_power(gram, -0.5, **powers) for gram in (query_gram, key_gram))
-    matrix = whiten(gradient, query_inverse, key_inverse)
-    if present is not None:
-        query_root, key_root = (symmetric_power(gram, 0.5, **powers) for gram in (query_gram, key_gram))
-        matrix = bottleneck(matrix, query_root @ present[0], key_root @ present[1], groups)
-        if metric == "none":
-            return _balanced(*grouped_svd(query_root @ matrix @ key_root, groups, rank))
+    matrix = whiten(gradient, query, key)
     if metric == "euclidean":
-        return _balanced(*grouped_svd(query_inverse @ matrix @ key_inverse, groups, rank))
-    found = _balanced(*grouped_svd(matrix, groups, rank))
-    return Directions(query_inverse @ found.query, key_inverse @ found.key)
+        return balanced(*grouped_svd(query.weights(matrix) @ key.factor.mT, groups, rank))
+    if metric == "none":
+        unwhitened = query.gram @ query.weights(matrix) @ key.factor.mT @ key.gram
+        return balanced(*grouped_svd(unwhitened, groups, rank))
+    found = balanced(*grouped_svd(matrix, groups, rank))
+    return Directions(query.weights(found.query), key.weights(found.key))
 
 
-def _balanced(left: Tensor, values: Tensor, right: Tensor) -> Directions:
+def balanced(left: Tensor, values: Tensor, right: Tensor) -> Directions:
     """Half of each singular value on either side."""
-    roots = values.sqrt()[:, None, :]
-    return Directions(left * roots.repeat_interleave(left.shape[0] // right.shape[0], dim=0), right * roots)
+    roots = values.clamp(min=0).sqrt()[:, None, :]
+    return Directions(left * repeat_groups(roots, left.shape[0]), right * roots)
 
 
 def first_order_gains(gradient: Tensor, found: Directions) -> Tensor:
@@ -168,28 +234,52 @@ def first_order_gains(gradient: Tensor, found: Directions) -> Tensor:
 
     With a gradient from other data than the one that chose the directions, the gain is unbiased.
     """
-    key = found.key.repeat_interleave(found.query.shape[0] // found.key.shape[0], dim=0)
-    return torch.einsum("hip,hij,hjp->hp", found.query, gradient, key)
+    return (found.query * (gradient @ repeat_groups(found.key, found.query.shape[0]))).sum(1)
+
+
+def value_directions(gradient: Tensor, pattern_factor: Tensor, rank: int, groups: int) -> tuple[Tensor, Tensor]:
+    """The best `rank` new value columns and output rows for R (heads, value inputs, outputs).
+
+    pattern_factor whitens the gram of the inputs as the heads of a group attend to them, (groups, inputs, inputs).
+    Returns value (groups, inputs, rank) and output (heads, rank, outputs); D = −step · value output for each head.
+    """
+    heads, inputs, outputs = gradient.shape
+    # The heads of a group share the value columns and have output rows of their own: R side by side.
+    joined = gradient.reshape(groups, -1, inputs, outputs).transpose(1, 2).flatten(2)
+    left, values, right = top_svd(pattern_factor.mT @ joined, min(rank, inputs, outputs))
+    return split_circuit(pattern_factor @ left, values, right, heads)
+
+
+def split_circuit(left: Tensor, values: Tensor, right: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Value columns and output rows from the factors of a group, half of each singular value on either side."""
+    roots = values.clamp(min=0).sqrt()[:, None, :]
+    groups, _, rank = right.shape
+    output = (right * roots).reshape(groups, heads // groups, -1, rank).flatten(0, 1).mT
+    return left * roots, output
+
+
+def value_gains(gradient: Tensor, value: Tensor, output: Tensor) -> Tensor:
+    """How much a unit step along each value column lowers the loss, to first order: (heads, rank)."""
+    return ((repeat_groups(value, output.shape[0]).mT @ gradient) * output).sum(2)
 
 
 def score_change_norm(found: Directions, query_gram: Tensor, key_gram: Tensor) -> Tensor:
     """‖X_q D X_kᵀ‖ of a unit step for each head, when both grams belong to one sequence: (heads,)."""
-    per_group = found.query.shape[0] // found.key.shape[0]
     query = found.query.mT @ query_gram @ found.query
-    key = (found.key.mT @ key_gram @ found.key).repeat_interleave(per_group, dim=0)
+    key = repeat_groups(found.key.mT @ key_gram @ found.key, found.query.shape[0])
     return (query * key).sum((-2, -1)).clamp(min=0).sqrt()
 
 
 def new_columns(found: Directions, step: float, scaling: float) -> tuple[Tensor, Tensor]:
     """Query and key weights whose scores, times the model's scaling, change by −step · query keyᵀ."""
-    size = (step / scaling) ** 0.5
-    return -size * found.query, size * found.key
+    size = (step / abs(scaling)) ** 0.5
+    return -size * found.query * (1 if scaling > 0 else -1), size * found.key
 
 
 def refactor(
     query_weights: Tensor,
     key_weights: Tensor,
-    gradient: Tensor,
+    change: Directions,
     query_gram: Tensor,
     key_gram: Tensor,
     columns: int,
@@ -198,21 +288,19 @@ def refactor(
     scaling: float,
     cutoff: float = 1e-12,
 ) -> tuple[Tensor, Tensor]:
-    """All columns anew: the best rank-`columns` factors of s·W_Q W_Kᵀ − step · A⁺TB⁺ in the size of the score change.
+    """All columns anew: the best rank-`columns` factors of s·W_Q W_Kᵀ − step · change in the size of the score change.
 
     Weights are (heads, query inputs, old columns) and (groups, key inputs, old columns). With step 0 and no fewer
     columns than before, the new factors give the old scores on all inputs the grams have seen.
     """
-    groups = key_weights.shape[0]
-    per_group = query_weights.shape[0] // groups
+    groups, heads = key_weights.shape[0], query_weights.shape[0]
     query_root, key_root = (symmetric_power(gram, 0.5, cutoff) for gram in (query_gram, key_gram))
     query_inverse, key_inverse = (symmetric_power(gram, -0.5, cutoff) for gram in (query_gram, key_gram))
-    products = query_weights @ key_weights.repeat_interleave(per_group, dim=0).mT
-    target = scaling * (query_root @ products @ key_root) - step * whiten(gradient, query_inverse, key_inverse)
-    left, values, right = grouped_svd(target, groups, columns)
-    found = _balanced(left, values, right)
-    size = scaling**-0.5
-    return size * (query_inverse @ found.query), size * (key_inverse @ found.key)
+    wanted = scaling * query_weights @ repeat_groups(key_weights, heads).mT
+    wanted = wanted - step * change.query @ repeat_groups(change.key, heads).mT
+    found = balanced(*grouped_svd(query_root @ wanted @ key_root, groups, columns))
+    size = abs(scaling) ** -0.5
+    return size * (1 if scaling > 0 else -1) * (query_inverse @ found.query), size * (key_inverse @ found.key)
 
 
 def plain_step(
@@ -225,12 +313,11 @@ def plain_step(
     scaling: float,
 ) -> tuple[Tensor, Tensor]:
     """Changes of the present columns along −∂L/∂W, scaled so that all scores change by 1 in norm, to first order."""
-    groups = key_weights.shape[0]
-    heads = query_weights.shape[0]
-    key_repeated = key_weights.repeat_interleave(heads // groups, dim=0)
+    groups, heads = key_weights.shape[0], query_weights.shape[0]
+    key_repeated = repeat_groups(key_weights, heads)
     query_change = -gradient @ key_repeated
     key_change = -(gradient.mT @ query_weights).reshape(groups, heads // groups, *key_weights.shape[1:]).sum(1)
-    repeated_change = key_change.repeat_interleave(heads // groups, dim=0)
+    repeated_change = repeat_groups(key_change, heads)
     change = query_change @ key_repeated.mT + query_weights @ repeated_change.mT
     norm = scaling * torch.einsum("hij,ik,hkl,lj->h", change, query_gram, change, key_gram).clamp(min=0).sqrt()
     # One size for all heads keeps the direction the gradient's own.

@@ -1,55 +1,255 @@
-"""What collection measures in each attention module: sums that add up over batches, processes and restarts."""
+"""What collection found in each attention module: values that can be saved, read back and planned with."""
 
-from dataclasses import dataclass
+import json
+import os
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
+
+from hf_grow.config import CollectConfig, as_dict, from_dict
+from hf_grow.errors import HfGrowError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Place:
+    """An attention module as it was when measured: where it is, its sizes, and the usual size of its columns.
+
+    inputs     how many inputs query, key and value have (a bias counts as one), and how many outputs, by role
+    norms      the root mean square norm of a column of query, key and value, and of a row of output
+    """
+
+    name: str
+    layer: int
+    kind: str
+    n_heads: int
+    n_kv_heads: int
+    query_key_dim: int
+    value_dim: int
+    scaling: float
+    rotary_dim: int
+    inputs: dict[str, int]
+    norms: dict[str, float]
+
+    @property
+    def label(self) -> str:
+        """How reports call it."""
+        return f"{self.layer}" + (" cross" if self.kind == "cross" else "")
+
+    def cost(self, kind: str, query_key_dim: int, value_dim: int) -> int:
+        """Parameters of one more column, value column, or head of these widths."""
+        group = self.n_heads // self.n_kv_heads
+        column = group * self.inputs["query"] + self.inputs["key"]
+        value = self.inputs["value"] + group * self.inputs["output"]
+        if kind == "heads":
+            return query_key_dim * column + value_dim * value
+        return self.n_kv_heads * (column if kind == "columns" else value)
 
 
 @dataclass(frozen=True)
 class AttentionSums:
     """Sums over sequences for one attention module; nothing is normalised, so sums of parts are the sum of the whole.
 
-    gradient is Σ X_qᵀ G X_k (heads, query inputs, key inputs), the grams are Σ XᵀX over tokens that are not padding. A
-    projection with a bias has one more input, which is always one and whose row is the bias.
+    gradient       Σ X_qᵀ G X_k (heads, query inputs, key inputs)
+    query_gram     Σ X_qᵀX_q over tokens that are not padding; key_gram likewise
+    value_gradient Σ (A₀X)ᵀE (heads + 1, value inputs, outputs): each head's pattern A₀, and last the uniform one
+    pattern_gram   Σ (A₀X)ᵀ(A₀X) (heads + 1, value inputs, value inputs)
+    A projection with a bias has one more input, which is always one and whose row is the bias.
     """
 
     gradient: Tensor
     query_gram: Tensor
     key_gram: Tensor
+    value_gradient: Tensor | None = None
+    pattern_gram: Tensor | None = None
     sequences: int = 0
-
-    @classmethod
-    def zeros(cls, heads: int, query_inputs: int, key_inputs: int, **kwargs: Any) -> "AttentionSums":
-        """Nothing seen yet."""
-        return cls(
-            torch.zeros(heads, query_inputs, key_inputs, **kwargs),
-            torch.zeros(query_inputs, query_inputs, **kwargs),
-            torch.zeros(key_inputs, key_inputs, **kwargs),
-        )
 
     def merge(self, other: "AttentionSums") -> "AttentionSums":
         """The sums of both."""
-        return AttentionSums(
-            self.gradient + other.gradient,
-            self.query_gram + other.query_gram,
-            self.key_gram + other.key_gram,
-            self.sequences + other.sequences,
-        )
+        parts = ((getattr(self, part.name), getattr(other, part.name)) for part in fields(self))
+        return AttentionSums(*(first if second is None else first + second for first, second in parts))
+
+    def mean(self) -> "AttentionSums":
+        """The same per sequence."""
+        count = max(self.sequences, 1)
+        values = (getattr(self, part.name) for part in fields(self)[:-1])
+        return AttentionSums(*(None if value is None else value / count for value in values), sequences=1)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Columns or value columns that could be added, strongest first.
+
+    first, second  query (heads, inputs, rank) and key (key heads, inputs, rank), or value (key heads, inputs, rank) and
+                   output (heads, rank, outputs)
+    gains          first-order decrease of the loss for a step of one, (heads, rank), on the data that chose them
+    held_out       the same on other data; None where there was none
+    """
+
+    first: Tensor
+    second: Tensor
+    gains: Tensor
+    held_out: Tensor | None = None
+
+    @property
+    def expected(self) -> Tensor:
+        """The most honest gains there are: those on other data, where there is any."""
+        return self.gains if self.held_out is None else self.held_out
+
+    @property
+    def rank(self) -> int:
+        """How many there are."""
+        return self.gains.shape[-1]
 
 
 @dataclass(frozen=True)
 class AttentionStatistics:
-    """The statistics of one attention module in two halves of the data, so that one can judge what the other chose."""
+    """What was found in one attention module.
 
-    name: str
-    layer: int
-    kind: str
-    groups: int
-    scaling: float
-    halves: tuple[AttentionSums, AttentionSums]
+    wanted         ‖M‖² of each head: the wanted change of the scores, in the metric of section 2 of the maths
+    bottleneck     ‖M⊥‖² of each head: the part of it that the present columns cannot express
+    columns        new query/key columns; values: new value columns for the present heads
+    uniform        the value and output side of one new head that attends uniformly; uniform_scores its query/key side
+    sums           with exact collection: the sums of the sequences that chose and of those that judged
+    """
+
+    place: Place
+    query_gram: Tensor
+    key_gram: Tensor
+    query: Tensor
+    key: Tensor
+    wanted: Tensor
+    bottleneck: Tensor
+    columns: Candidates | None = None
+    values: Candidates | None = None
+    uniform: Candidates | None = None
+    uniform_scores: Candidates | None = None
+    sums: tuple[AttentionSums, AttentionSums] | None = None
 
     def total(self) -> AttentionSums:
-        """Both halves together."""
-        return self.halves[0].merge(self.halves[1])
+        """With exact collection: the sums over all sequences."""
+        if self.sums is None:
+            raise HfGrowError("Only exact collection keeps the sums: use CollectConfig(collection='exact').")
+        return self.sums[0].merge(self.sums[1])
+
+    @property
+    def reachable_share(self) -> float:
+        """The share of the wanted change that training or LoRA on the present query/key columns could express."""
+        wanted = float(self.wanted.sum())
+        return min(max(1 - float(self.bottleneck.sum()) / wanted, 0.0), 1.0) if wanted > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Everything one collection found, and what the steps were that lowered the loss most on held-out data.
+
+    steps          by kind: how far to go along the gains; "head_scores" is that of new heads' query/key columns
+    fingerprint    of the attention weights that were measured
+    """
+
+    layers: list[AttentionStatistics]
+    config: CollectConfig
+    model_type: str
+    parameters: int
+    fingerprint: str
+    sequences: int
+    loss: float
+    steps: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write one safetensors file, all at once."""
+        write_tensors(self, path, "statistics")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "Statistics":
+        """Read what `save` wrote."""
+        content = read_tensors(path, "statistics")
+        content["config"] = from_dict(CollectConfig, content["config"])
+        content["layers"] = [_layer(layer) for layer in content["layers"]]
+        return cls(**content)
+
+    def on(self, device: torch.device | str) -> "Statistics":
+        """The same with all tensors on a device."""
+        return replace(self, layers=[_moved(layer, device) for layer in self.layers])
+
+
+def write_tensors(value: Any, path: str | os.PathLike, what: str) -> None:
+    """A dataclass of plain values, tensors and dataclasses as one safetensors file that appears whole."""
+    tensors: dict[str, Tensor] = {}
+    content = _flatten(value, "", tensors)
+    file = Path(path)
+    aside = file.with_name(f".{file.name}.saving")
+    try:
+        save_file(tensors, aside, metadata={"hf_grow": what, "format": str(FORMAT), "content": json.dumps(content)})
+        aside.replace(file)
+    except OSError as error:
+        raise HfGrowError(f"{file} cannot be written: {error}") from error
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def read_tensors(path: str | os.PathLike, what: str) -> dict:
+    """The plain values of such a file, with its tensors in their places."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if metadata.get("hf_grow") != what or int(metadata["format"]) > FORMAT:
+            raise HfGrowError(f"{path} holds no {what} that this version of hf-grow can read.")
+        return _unflatten(json.loads(metadata["content"]), tensors)
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        if isinstance(error, HfGrowError):
+            raise
+        raise HfGrowError(f"{path} cannot be read as {what} of hf-grow: {error}") from error
+
+
+def _flatten(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Plain values for JSON; tensors go to `tensors` and leave their name behind."""
+    if isinstance(value, Tensor):
+        tensors[name] = value.detach().contiguous().clone()
+        return {"tensor": name}
+    if isinstance(value, CollectConfig):
+        return as_dict(value)
+    if hasattr(value, "__dataclass_fields__"):
+        return {
+            part.name: _flatten(getattr(value, part.name), f"{name}.{part.name}", tensors) for part in fields(value)
+        }
+    if isinstance(value, (list, tuple)):
+        return [_flatten(part, f"{name}.{index}", tensors) for index, part in enumerate(value)]
+    if isinstance(value, dict):
+        return {str(key): _flatten(part, f"{name}.{key}", tensors) for key, part in value.items()}
+    return value
+
+
+def _unflatten(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, dict):
+        if set(value) == {"tensor"}:
+            return tensors[value["tensor"]]
+        return {key: _unflatten(part, tensors) for key, part in value.items()}
+    return [_unflatten(part, tensors) for part in value] if isinstance(value, list) else value
+
+
+def _layer(content: dict) -> AttentionStatistics:
+    for name in ("columns", "values", "uniform", "uniform_scores"):
+        content[name] = content[name] and Candidates(**content[name])
+    content["sums"] = content["sums"] and tuple(AttentionSums(**part) for part in content["sums"])
+    content["place"] = Place(**content["place"])
+    return AttentionStatistics(**content)
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    """A dataclass with all tensors in it on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        return tuple(_moved(part, device) for part in value)
+    if hasattr(value, "__dataclass_fields__"):
+        return replace(value, **{part.name: _moved(getattr(value, part.name), device) for part in fields(value)})
+    return value

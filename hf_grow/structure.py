@@ -4,8 +4,8 @@ Weights follow the maths: query, key and value are (heads, inputs, columns), whe
 input more and the bias is the last row; output is (heads, columns, outputs).
 """
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -48,9 +48,7 @@ def widen_query_key(
     new = _new_blocks(site, blocks, {"query": query, "key": key}, positive(columns, "columns"), "key", generator)
     for role, block in new.items():
         blocks[role] = torch.cat((blocks[role], block), dim=2)
-    dims = site.attention.dims
-    _commit(model, site, blocks, replace(dims, qk_head_dim=dims.qk_head_dim + columns))
-    _record(model, site, "query_key_columns", columns)
+    commit(model, [Change(site, blocks)], _event(site, "query_key_columns", columns))
 
 
 @torch.inference_mode(False)
@@ -76,9 +74,7 @@ def widen_value(
     new = _new_blocks(site, blocks, given, positive(columns, "columns"), "output", generator)
     blocks["value"] = torch.cat((blocks["value"], new["value"]), dim=2)
     blocks["output"] = torch.cat((blocks["output"], new["output"]), dim=1)
-    dims = site.attention.dims
-    _commit(model, site, blocks, replace(dims, v_head_dim=dims.v_head_dim + columns))
-    _record(model, site, "value_columns", columns)
+    commit(model, [Change(site, blocks)], _event(site, "value_columns", columns))
 
 
 @torch.inference_mode(False)
@@ -103,18 +99,10 @@ def add_heads(
     site = find_site(model, layer, kind)
     blocks = read_blocks(site)
     given = {"query": query, "key": key, "value": value, "output": output}
-    dims = site.attention.dims
-    group = dims.num_attention_heads // dims.num_key_value_heads
     new = _new_blocks(site, blocks, given, None, "output", generator, heads=positive(heads, "heads"))
     for role, block in new.items():
         blocks[role] = torch.cat((blocks[role], block), dim=0)
-    grown = replace(
-        dims,
-        num_attention_heads=dims.num_attention_heads + heads * group,
-        num_key_value_heads=dims.num_key_value_heads + heads,
-    )
-    _commit(model, site, blocks, grown)
-    _record(model, site, "heads", heads)
+    commit(model, [Change(site, blocks)], _event(site, "heads", heads))
 
 
 @torch.inference_mode(False)
@@ -134,8 +122,7 @@ def drop_query_key(model: Any, layer: int, columns: Iterable[int], *, kind: str 
     blocks = read_blocks(site)
     for role in ("query", "key"):
         blocks[role] = blocks[role][:, :, kept]
-    _commit(model, site, blocks, replace(dims, qk_head_dim=len(kept)))
-    _record(model, site, "query_key_columns", -len(dropped))
+    commit(model, [Change(site, blocks)], _event(site, "query_key_columns", -len(dropped)))
 
 
 def find_site(model: Any, layer: int, kind: str = "self") -> AttentionSite:
@@ -186,29 +173,56 @@ def _fuse(site: AttentionSite, blocks: Blocks, roles: tuple[str, ...]) -> torch.
     return torch.cat([part.flatten(0, 1) for part in parts])
 
 
-def _commit(model: Any, site: AttentionSite, blocks: Blocks, dims: AttentionDims) -> None:
-    """Put the blocks back as weights. All memory is taken before the first weight changes."""
-    ready = []
-    for projection, roles in site.projections():
-        bias = None
-        if roles == ("output",):
-            weight = blocks["output"].flatten(0, 1).T
-        else:
-            weight = _fuse(site, blocks, roles)
-            if projection.bias is not None:
-                weight, bias = weight[:, :-1], weight[:, -1]
-        if weight.shape != weight_rows(projection).shape:
-            ready.append((projection, new_parameters(projection, weight, bias)))
+@dataclass(frozen=True)
+class Change:
+    """New weights for one attention module; its sizes follow from their shapes."""
+
+    site: AttentionSite
+    blocks: Blocks
+
+    @property
+    def dims(self) -> AttentionDims:
+        """The sizes after the change."""
+        query, value = self.blocks["query"], self.blocks["value"]
+        scaling = self.site.attention.scaling
+        return AttentionDims(query.shape[0], self.blocks["key"].shape[0], query.shape[2], value.shape[2], scaling)
+
+    def parameters(self) -> Iterator[tuple[Any, dict[str, torch.nn.Parameter]]]:
+        """Each projection that changes, with its new parameters."""
+        for projection, roles in self.site.projections():
+            bias = None
+            if roles == ("output",):
+                weight = self.blocks["output"].flatten(0, 1).T
+            else:
+                weight = _fuse(self.site, self.blocks, roles)
+                if projection.bias is not None:
+                    weight, bias = weight[:, :-1], weight[:, -1]
+            old = weight_rows(projection)
+            if weight.shape != old.shape or (weight.device.type != "meta" and not _same(projection, weight, bias)):
+                yield projection, new_parameters(projection, weight, bias)
+
+
+def _same(projection: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    return torch.equal(weight, weight_rows(projection)) and (bias is None or torch.equal(bias, projection.bias))
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def commit(model: Any, changes: Sequence[Change], event: dict[str, Any]) -> None:
+    """Put new weights into a model and record the event. All memory is taken before the first weight changes."""
+    sizes = [change.dims for change in changes]
+    ready = [pair for change in changes for pair in change.parameters()]
+    versions = {name: version(name) for name in ("hf-grow", "torch", "transformers")}
     for projection, parameters in ready:
         install(projection, parameters)
-    site.attention.set_dims(dims)
+    for change, dims in zip(changes, sizes, strict=True):
+        change.site.attention.set_dims(dims)
     model.config.record(attention_sites(model))
-
-
-def _record(model: Any, site: AttentionSite, what: str, count: int) -> None:
-    event = {"kind": what, "layer": site.layer, "attention": site.kind, "count": count}
-    versions = {name: version(name) for name in ("hf-grow", "torch", "transformers")}
     model.growth_history["events"].append({**event, "versions": versions})
+
+
+def _event(site: AttentionSite, what: str, count: int) -> dict[str, Any]:
+    return {"kind": what, "layer": site.layer, "attention": site.kind, "count": count}
 
 
 def _new_blocks(

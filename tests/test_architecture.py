@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "hf_grow"
 RANKS = [
     {"errors"},
     {"modeling", "linalg"},
-    {"families", "assets", "model_card", "statistics"},
+    {"families", "assets", "model_card", "statistics", "data"},
     {"patch"},
     {"structure", "collect"},
     {"checkpoint"},

@@ -1,0 +1,87 @@
+"""What both forms of collection share: places, present weights, and the sides of the scores in every layer."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hf_grow import linalg
+from hf_grow.config import CollectConfig
+from hf_grow.linalg import Side
+from hf_grow.modeling.growable_attention import AttentionSite
+from hf_grow.observe import input_sizes
+from hf_grow.passes import Batch, Passes
+from hf_grow.statistics import Place
+from hf_grow.structure import read_blocks
+
+
+class Collector:
+    """A collection under way: the model's layers, the data and what is wanted."""
+
+    def __init__(
+        self,
+        passes: Passes,
+        sites: list[AttentionSite],
+        choosing: list[Batch],
+        judging: list[Batch],
+        config: CollectConfig,
+    ) -> None:
+        self.passes, self.sites, self.choosing, self.judging, self.config = passes, sites, choosing, judging, config
+        self.places = [place_of(site) for site in sites]
+        self.present = [self._working(read_blocks(site)) for site in sites]
+        self.generator = torch.Generator().manual_seed(config.seed)
+
+    @staticmethod
+    def _working(blocks: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        dtype = linalg.working_dtype(blocks["query"].device)
+        return blocks["query"].to(dtype), blocks["key"].to(dtype)
+
+    @property
+    def wants_circuits(self) -> bool:
+        return bool({"value_columns", "heads"} & set(self.config.kinds))
+
+    def circuit_rank(self) -> int:
+        """How many value columns to look for: a new head takes as many as its layer is wide."""
+        wanted = self.config.value_columns if "value_columns" in self.config.kinds else 1
+        widest = max(place.value_dim for place in self.places) if "heads" in self.config.kinds else 1
+        return max(wanted, widest)
+
+    def sides(self, query_gram: Tensor, key_gram: Tensor, index: int) -> tuple[Side, Side]:
+        """The query and the key side of a layer, with the span of the present columns."""
+        numerics = (self.config.inverse, self.config.cutoff, self.config.ridge)
+        query, key = self.present[index]
+        first = linalg.side(query_gram, query, *numerics)
+        if query_gram.shape == key_gram.shape and torch.equal(query_gram, key_gram):
+            return first, Side(key_gram, first.factor, linalg.orthonormal(first.factor.mT @ key_gram @ key))
+        return first, linalg.side(key_gram, key, *numerics)
+
+    def searched(self, sides: tuple[Side, Side], index: int) -> tuple[Side, Side]:
+        """The sides as the target wants them: outside the present columns, or anywhere."""
+        target = self.config.target or ("gradient" if self.places[index].rotary_dim else "bottleneck")
+        return sides if target == "bottleneck" else (replace(sides[0], basis=None), replace(sides[1], basis=None))
+
+    def rank(self, index: int) -> int:
+        """How many query/key columns to look for in a layer."""
+        inputs = self.places[index].inputs
+        return min(self.config.columns + self.config.oversampling, inputs["query"], inputs["key"])
+
+
+def place_of(site: AttentionSite) -> Place:
+    """An attention module as it is now."""
+    attention, blocks = site.attention, read_blocks(site)
+    norms = {
+        role: block.norm(dim=2 if role == "output" else 1).square().mean().sqrt() for role, block in blocks.items()
+    }
+    return Place(
+        name=site.name,
+        layer=site.layer,
+        kind=site.kind,
+        n_heads=attention.n_heads,
+        n_kv_heads=attention.n_kv_heads,
+        query_key_dim=attention.query_key_dim,
+        value_dim=attention.value_dim,
+        scaling=attention.scaling,
+        rotary_dim=attention.rotary_dim,
+        inputs=input_sizes(site),
+        norms={role: float(norm) for role, norm in norms.items()},
+    )

@@ -1,0 +1,92 @@
+"""Ways to make one step out of many sequences, other than by pooling their sums. They see sequences one by one."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hf_grow import linalg
+from hf_grow.config import CollectConfig
+from hf_grow.errors import HfGrowError
+from hf_grow.passes import Passes
+
+
+class Estimator(Protocol):
+    """Makes one step out of many sequences, other than by pooling their sums."""
+
+    def add(self, score_gradient: Tensor, queries: Tensor, keys: Tensor, query_mask: Tensor, key_mask: Tensor) -> None:
+        """See one sequence: G (heads, queries, keys) and its inputs (tokens, inputs)."""
+
+    def step(self, passes: Passes) -> Tensor:
+        """P (heads, query inputs, key inputs): the wanted change is −step · P."""
+
+
+class PerSequence:
+    """The mean over sequences of A⁺TB⁺."""
+
+    def __init__(self, config: CollectConfig) -> None:
+        self.config = config
+        self.total: Tensor | float = 0.0
+        self.count = 0
+
+    def add(self, score_gradient: Tensor, queries: Tensor, keys: Tensor, query_mask: Tensor, key_mask: Tensor) -> None:
+        """Solve for this sequence alone."""
+        config = self.config
+        grams = ((states * mask).mT @ (states * mask) for states, mask in ((queries, query_mask), (keys, key_mask)))
+        left, right = (linalg.inverse(gram, config.inverse, config.cutoff, config.ridge) for gram in grams)
+        self.total = self.total + left @ (queries.mT @ score_gradient @ keys) @ right
+        self.count += 1
+
+    def step(self, passes: Passes) -> Tensor:
+        """The mean of all sequences' own steps."""
+        total, count = passes.reduce([torch.as_tensor(self.total), torch.tensor(float(self.count))])
+        return total / count
+
+
+class MeanInput:
+    """E[X]⁺ E[G] E[X]⁺ᵀ, for sequences of one length."""
+
+    def __init__(self, config: CollectConfig) -> None:
+        self.config = config
+        self.sums: list[Tensor] = []
+        self.count = 0
+
+    def add(self, score_gradient: Tensor, queries: Tensor, keys: Tensor, query_mask: Tensor, key_mask: Tensor) -> None:
+        """Add up position by position."""
+        new = [score_gradient, queries * query_mask, keys * key_mask]
+        if not bool(query_mask.all()) or not bool(key_mask.all()) or (self.sums and self.sums[0].shape != new[0].shape):
+            raise HfGrowError("estimator='mean_input' needs sequences of one length without padding: use 'pooled'.")
+        self.sums = [old + part for old, part in zip(self.sums, new, strict=True)] if self.sums else new
+        self.count += 1
+
+    def step(self, passes: Passes) -> Tensor:
+        """The step of the mean sequence."""
+        *sums, count = passes.reduce([*self.sums, torch.tensor(float(self.count))])
+        gradient, queries, keys = (part / count for part in sums)
+        cutoff = self.config.cutoff**0.5
+        return torch.linalg.pinv(queries, rtol=cutoff) @ gradient @ torch.linalg.pinv(keys, rtol=cutoff).mT
+
+
+class ExactMetric:
+    """The exact metric over many sequences, which does not factor: conjugate gradients over all their grams."""
+
+    def __init__(self, config: CollectConfig) -> None:
+        self.config = config
+        self.gradients: list[Tensor] = []
+        self.grams: tuple[list[Tensor], list[Tensor]] = ([], [])
+
+    def add(self, score_gradient: Tensor, queries: Tensor, keys: Tensor, query_mask: Tensor, key_mask: Tensor) -> None:
+        """Keep this sequence's grams."""
+        self.gradients.append(queries.mT @ score_gradient @ keys)
+        for kept, states, mask in zip(self.grams, (queries, keys), (query_mask, key_mask), strict=True):
+            kept.append((states * mask).mT @ (states * mask))
+
+    def step(self, passes: Passes) -> Tensor:
+        """Solve for all sequences at once."""
+        if passes.accelerator is not None and passes.accelerator.num_processes > 1:
+            raise HfGrowError("estimator='exact' keeps every sequence's grams and runs on one process only.")
+        gradients, query_grams, key_grams = (torch.stack(parts) for parts in (self.gradients, *self.grams))
+        return linalg.exact_step(gradients, query_grams, key_grams, self.config.ridge or 1e-6)
+
+
+ESTIMATOR_CLASSES = {"per_sequence": PerSequence, "mean_input": MeanInput, "exact": ExactMetric}

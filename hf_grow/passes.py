@@ -1,0 +1,253 @@
+"""Passes of batches through a model that is left as found: parameters, gradients, hooks, modes, random numbers."""
+
+import logging
+import time
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from hf_grow.errors import HfGrowError
+from hf_grow.modeling.growable_attention import AttentionSite, attention_sites
+from hf_grow.modeling.growable_model import GrowableModel
+from hf_grow.observe import Observer
+
+logger = logging.getLogger("hf_grow")
+
+Batch = Mapping[str, Any]
+# What a model raises on a batch that does not fit it.
+UNFIT = (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError)
+
+
+class Passes:
+    """Runs batches through one model, on one process or many, and adds up over all of them."""
+
+    def __init__(self, model: Any, accelerator: Any = None, progress: bool = False) -> None:
+        self.model = model
+        self.accelerator = accelerator
+        self.progress = progress
+        # Time spent in the model, so that the rest can be told apart.
+        self.seconds = 0.0
+        self._warned = False
+
+    def gradients(
+        self, batches: Sequence[Batch], observers: Sequence[Observer], implementation: str | None = None, what: str = ""
+    ) -> Generator[tuple[Batch, int, list[list[Tensor]]], None, None]:
+        """Each batch, its number of sequences, and the gradients of each observer's leaves, summed over sequences.
+
+        Batches whose loss or gradients are not finite are counted and passed over.
+        """
+        skipped = 0
+        with self._watched(observers, implementation):
+            for number, batch in enumerate(self._bar(batches, what)):
+                with self._timed():
+                    found = self._leaf_gradients(batch, observers, number)
+                if found is None:
+                    skipped += 1
+                else:
+                    yield batch, batch_size(batch), found
+        self._check_skipped(skipped, len(batches))
+
+    def watch(
+        self, batches: Sequence[Batch], observers: Sequence[Observer], what: str = ""
+    ) -> Generator[tuple[Batch, int], None, None]:
+        """Each batch and its number of sequences, after a forward pass that keeps no graph."""
+        with self._watched(observers, None), torch.no_grad():
+            for number, batch in enumerate(self._bar(batches, what)):
+                with self._timed():
+                    self._forward(batch, number)
+                yield batch, batch_size(batch)
+
+    def loss(self, batches: Sequence[Batch], observers: Sequence[Observer] = (), what: str = "") -> float:
+        """The mean loss over the sequences of all batches and processes; infinite where a batch's is not finite."""
+        total = torch.zeros(2, dtype=torch.float64)
+        with self._watched(observers, None), torch.no_grad():
+            for number, batch in enumerate(self._bar(batches, what)):
+                sequences = batch_size(batch)
+                with self._timed():
+                    loss = float(self._loss(batch, number))
+                total += torch.tensor([loss * sequences, sequences], dtype=torch.float64)
+        (total,) = self.reduce([total])
+        value = float(total[0] / total[1])
+        return value if value == value else float("inf")
+
+    def reduce(self, sums: Sequence[Tensor]) -> list[Tensor]:
+        """Sums over all processes."""
+        if self.accelerator is None or self.accelerator.num_processes == 1:
+            return list(sums)
+        device = self.accelerator.device
+        dtype = torch.float64 if device.type == "cpu" else torch.float32
+        reduced = [self.accelerator.reduce(value.to(device, dtype), "sum") for value in sums]
+        return [value.to(like) for value, like in zip(reduced, sums, strict=True)]
+
+    def count(self, batches: Sequence[Batch]) -> int:
+        """How many sequences the batches of all processes hold."""
+        (total,) = self.reduce([torch.tensor(float(sum(batch_size(batch) for batch in batches)), dtype=torch.float64)])
+        return round(float(total))
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - began
+
+    @contextmanager
+    def _watched(self, observers: Sequence[Observer], implementation: str | None) -> Iterator[None]:
+        with as_found(self.model), ExitStack() as stack:
+            if implementation is not None:
+                self.model.set_attn_implementation(implementation)
+            for observer in observers:
+                observer.install(stack)
+            yield
+
+    def _bar(self, batches: Sequence[Batch], what: str) -> Iterable[Batch]:
+        return tqdm(batches, desc=what, leave=False, disable=not (self.progress and what), unit="batch")
+
+    def _forward(self, batch: Batch, number: int) -> Any:
+        device = self.model.device
+        inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+        try:
+            return self.model(**inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except UNFIT as error:
+            reason = str(error).strip().splitlines()
+            raise HfGrowError(
+                f"Batch {number} does not fit {type(self.model).__name__}: {reason[0] if reason else type(error)}"
+            ) from error
+
+    def _loss(self, batch: Batch, number: int) -> Tensor:
+        loss = getattr(self._forward(batch, number), "loss", None)
+        if loss is None:
+            raise HfGrowError("The model returned no loss: batches must hold labels.")
+        return loss
+
+    def _leaf_gradients(self, batch: Batch, observers: Sequence[Observer], number: int) -> list[list[Tensor]] | None:
+        """∂L/∂leaf for every observer, times the number of sequences; None where it is not finite."""
+        with torch.enable_grad():
+            loss = self._loss(batch, number)
+            leaves = [observer.leaves() for observer in observers]
+            flat = [leaf for own in leaves for leaf in own]
+            # A loss that no leaf touches has no graph at all.
+            found = torch.autograd.grad(loss, flat, allow_unused=True) if loss.requires_grad else [None] * len(flat)
+        # The loss is a mean over the batch; sums over sequences are what adds up over batches of any size.
+        sequences = batch_size(batch)
+        gradients = iter(
+            [
+                torch.zeros_like(leaf) if gradient is None else gradient * sequences
+                for leaf, gradient in zip(flat, found, strict=True)
+            ]
+        )
+        per_observer = [[next(gradients) for _ in own] for own in leaves]
+        finite = torch.isfinite(loss).all()
+        for gradient in (gradient for own in per_observer for gradient in own):
+            finite = finite & torch.isfinite(gradient).all()
+        return per_observer if bool(finite) else None
+
+    def _check_skipped(self, skipped: int, batches: int) -> None:
+        if skipped * 10 > batches:
+            raise HfGrowError(f"{skipped} of {batches} batches gave a loss or gradient that is not finite.")
+        if skipped and not self._warned:
+            self._warned = True
+            logger.warning("Skipped %d of %d batches: loss or gradient not finite.", skipped, batches)
+
+
+def growable_sites(model: Any) -> list[AttentionSite]:
+    """The attention modules of a growable model."""
+    if not isinstance(model, GrowableModel):
+        raise HfGrowError(f"{type(model).__name__} is not growable yet: call hf_grow.make_growable(model) first.")
+    return attention_sites(model)  # type: ignore[arg-type]
+
+
+def read_batches(batches: Iterable[Batch], most: int | None = None) -> list[Batch]:
+    """All batches in a list, checked to be batches."""
+    if isinstance(batches, (Mapping, str)) or not isinstance(batches, Iterable):
+        raise HfGrowError(f"batches must be an iterable of dicts for model(**batch), not {type(batches).__name__}.")
+    found = list(islice(batches, most))
+    if not found:
+        raise HfGrowError("There was no batch: the iterable is empty, or was used up before.")
+    for batch in found:
+        if not isinstance(batch, Mapping) or not any(isinstance(value, Tensor) for value in batch.values()):
+            raise HfGrowError(f"Each batch must be a dict of tensors for model(**batch), not {type(batch).__name__}.")
+    return found
+
+
+def split_sequences(batches: Sequence[Batch], share: float) -> tuple[list[Batch], list[Batch]]:
+    """Batches of the sequences that choose and batches of those that judge, a `share` of all, evenly spread.
+
+    Which are which does not depend on how sequences are grouped into batches.
+    """
+    choosing: list[Batch] = []
+    judging: list[Batch] = []
+    start = 0
+    for batch in batches:
+        size = batch_size(batch)
+        judges = torch.tensor([int((start + i + 1) * share) > int((start + i) * share) for i in range(size)])
+        start += size
+        for rows, part in ((~judges, choosing), (judges, judging)):
+            if bool(rows.all()):
+                part.append(batch)
+            elif bool(rows.any()):
+                part.append(_take_rows(batch, rows, size))
+    return choosing, judging
+
+
+def batch_size(batch: Batch) -> int:
+    """How many sequences a batch holds."""
+    first = next((batch[name] for name in ("input_ids", "inputs_embeds", "pixel_values") if name in batch), None)
+    if not isinstance(first, Tensor):
+        first = next(value for value in batch.values() if isinstance(value, Tensor))
+    return first.shape[0] if first.ndim else 1
+
+
+def _take_rows(batch: Batch, rows: Tensor, size: int) -> Batch:
+    return {
+        name: value[rows.to(value.device)] if isinstance(value, Tensor) and value.shape[:1] == (size,) else value
+        for name, value in batch.items()
+    }
+
+
+def token_mask(batch: Batch, kind: str, inputs: Tensor) -> Tensor:
+    """One for tokens and zero for padding, (batch, tokens, 1); a mask of four dimensions is read along its keys.
+
+    `kind` is "query" or "key" of self-attention, or "cross" for what cross-attention looks at.
+    """
+    mask = batch.get("encoder_attention_mask" if kind == "cross" else "attention_mask")
+    if mask is None:
+        return torch.ones_like(inputs[..., :1])
+    mask = mask.to(inputs.device)
+    if mask.ndim == 4:
+        allowed = mask if mask.dtype == torch.bool else mask >= 0
+        mask = allowed.any(2).any(1)
+    return mask.reshape(inputs.shape[0], -1, 1)[:, -inputs.shape[1] :].ne(0).to(inputs.dtype)
+
+
+@contextmanager
+def as_found(model: Any) -> Iterator[None]:
+    """Evaluation mode, frozen parameters and no cache inside; everything as it was outside, also after an error."""
+    training = {module: module.training for module in model.modules()}
+    learning = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    implementation = model.config._attn_implementation
+    caching = getattr(model.config, "use_cache", None)
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            model.eval()
+            model.requires_grad_(False)
+            if caching is not None:
+                model.config.use_cache = False
+            yield
+        finally:
+            model.set_attn_implementation(implementation)
+            if caching is not None:
+                model.config.use_cache = caching
+            for module, mode in training.items():
+                module.training = mode
+            for parameter, learns in learning.items():
+                parameter.requires_grad_(learns)

@@ -1,0 +1,424 @@
+"""`plan_growth`: from statistics to what will be added where, as a value to print, save, try and insert."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_grow import linalg
+from hf_grow.config import KINDS, CollectConfig, GrowthConfig, as_dict, from_dict
+from hf_grow.errors import HfGrowError
+from hf_grow.growth import HeadGrowth, LayerGrowth, uniform_circuit
+from hf_grow.line_search import Trial, usual_step
+from hf_grow.modeling.growable_attention import AttentionSite
+from hf_grow.passes import Batch, Passes
+from hf_grow.statistics import AttentionStatistics, Place, Statistics, read_tensors, write_tensors
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What one attention module gets and what that promises, by kind.
+
+    in_sample        first-order decrease of the loss at the planned steps, on the data that chose
+    held_out         the same on other data; None where there was none
+    head_gains       by head, the held-out (or else in-sample) part of the columns' decrease
+    reachable_share  the share of the wanted change of the scores that the present columns could express by training
+    """
+
+    growth: LayerGrowth
+    in_sample: dict[str, float]
+    held_out: dict[str, float] | None
+    head_gains: list[float]
+    reachable_share: float | None
+
+    @property
+    def place(self) -> Place:
+        """The attention module."""
+        return self.growth.place
+
+    def summary(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        place, growth = self.place, self.growth
+        return {
+            "name": place.name,
+            "layer": place.layer,
+            "kind": place.kind,
+            "n_heads": place.n_heads,
+            "query_key_dim": place.query_key_dim,
+            "value_dim": place.value_dim,
+            **{kind: growth.count(kind) for kind in KINDS},
+            "head_patterns": ["uniform" if head.copy is None else f"head {head.copy}" for head in growth.heads],
+            "parameters_added": growth.parameters,
+            # A parabola falls half as far as its slope at the start says.
+            "expected_decrease": {
+                "in_sample": sum(self.in_sample.values()) / 2,
+                "held_out": None if self.held_out is None else sum(self.held_out.values()) / 2,
+            },
+            "first_order_decrease": {"in_sample": self.in_sample, "held_out": self.held_out},
+            "head_gains": self.head_gains,
+            "reachable_share": self.reachable_share,
+            "growth_share": None if self.reachable_share is None else 1 - self.reachable_share,
+        }
+
+
+@dataclass(frozen=True)
+class GrowthPlan:
+    """What will be added where. `insert_growth` carries it out; nothing else changes a model."""
+
+    config: GrowthConfig
+    collected: dict[str, Any]
+    model_type: str
+    fingerprint: str
+    parameters: int
+    loss: float
+    steps: dict[str, float]
+    layers: list[LayerPlan]
+
+    @property
+    def parameters_added(self) -> int:
+        """New parameters in all layers."""
+        return sum(layer.growth.parameters for layer in self.layers)
+
+    def summary(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "config": as_dict(self.config),
+            "collected": self.collected,
+            "model_type": self.model_type,
+            "parameters": self.parameters,
+            "parameters_added": self.parameters_added,
+            "loss": self.loss,
+            "steps": self.steps,
+            "layers": [layer.summary() for layer in self.layers],
+        }
+
+    def __str__(self) -> str:
+        lines = ["layer  columns  values  heads  parameters  expected decrease  held out  reachable without growth"]
+        for row in (layer.summary() for layer in self.layers):
+            expected = row["expected_decrease"]
+            held_out = "-" if expected["held_out"] is None else f"{expected['held_out']:.2e}"
+            share = "-" if row["reachable_share"] is None else f"{row['reachable_share']:.0%}"
+            lines.append(
+                f"{row['layer']:>5}  {row['columns']:>7}  {row['value_columns']:>6}  {row['heads']:>5}  "
+                f"{row['parameters_added']:>10,}  {expected['in_sample']:>17.2e}  {held_out:>8}  {share:>24}"
+            )
+        lines.append(f"{self.parameters_added:,} new parameters, {self.parameters_added / self.parameters:.2%}")
+        return "\n".join(lines)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write one safetensors file, all at once."""
+        write_tensors(self, path, "plan")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "GrowthPlan":
+        """Read what `save` wrote."""
+        content = read_tensors(path, "plan")
+        content["config"] = from_dict(GrowthConfig, content["config"])
+        content["layers"] = [_layer_plan(layer) for layer in content["layers"]]
+        return cls(**content)
+
+
+def plan_growth(statistics: Statistics, config: GrowthConfig, *, align: int | None = None) -> GrowthPlan:
+    """Decide what to add where: the amounts the config names, or its budget spent where it promises most."""
+    device = statistics.layers[0].query.device
+    # Half precision on CUDA wants multiples of eight.
+    config = replace(config, align=config.align or align or (8 if device.type == "cuda" else 1))
+    _check_collected(statistics, config)
+    planner = _Planner(statistics, config)
+    amounts = planner.by_budget() if config.budget is not None else planner.by_amount()
+    layers = [planner.layer(layer, amount) for layer, amount in zip(statistics.layers, amounts, strict=True)]
+    return GrowthPlan(
+        config=config,
+        collected=as_dict(statistics.config) | {"sequences": statistics.sequences},
+        model_type=statistics.model_type,
+        fingerprint=statistics.fingerprint,
+        parameters=statistics.parameters,
+        loss=statistics.loss,
+        steps=planner.steps,
+        layers=[layer for layer in layers if layer is not None],
+    )
+
+
+def _check_collected(statistics: Statistics, config: GrowthConfig) -> None:
+    if config.budget is None and (missing := set(config.kinds) - set(statistics.config.kinds)):
+        raise HfGrowError(
+            f"The statistics know nothing of {', '.join(sorted(missing))}: collect with "
+            f"CollectConfig(kinds={(*statistics.config.kinds, *sorted(missing))})."
+        )
+    rotary = any(layer.place.rotary_dim for layer in statistics.layers)
+    if config.strategy != "append" and rotary:
+        raise HfGrowError(f"strategy='{config.strategy}' cannot replace rotated query/key columns: use 'append'.")
+    whole = statistics.config.collection == "exact" or statistics.config.target == "gradient"
+    if config.strategy != "append" and not whole:
+        raise HfGrowError(
+            f"strategy='{config.strategy}' needs the whole wanted change: collect with collection='exact' or "
+            "target='gradient'."
+        )
+
+
+Amounts = dict[str, int]
+
+
+class _Planner:
+    """Statistics and config together, asked layer by layer."""
+
+    def __init__(self, statistics: Statistics, config: GrowthConfig) -> None:
+        self.statistics, self.config = statistics, config
+        self.steps = statistics.steps
+
+    def by_amount(self) -> list[Amounts]:
+        """The amounts the config names for each layer, checked."""
+        places = [layer.place for layer in self.statistics.layers]
+        amounts = [{kind: _amount(getattr(self.config, kind), place) for kind in KINDS} for place in places]
+        for kind in KINDS:
+            _check_layers(getattr(self.config, kind), kind, places)
+        for layer, amount in zip(self.statistics.layers, amounts, strict=True):
+            self._align(layer, amount)
+            self._check_room(layer, amount)
+        return amounts
+
+    def _align(self, layer: AttentionStatistics, amount: Amounts) -> None:
+        align = self.config.align or 1
+        for kind, width in (("columns", layer.place.query_key_dim), ("value_columns", layer.place.value_dim)):
+            if amount[kind] > 0:
+                amount[kind] = -(-(width + amount[kind]) // align) * align - width
+
+    def _check_room(self, layer: AttentionStatistics, amount: Amounts) -> None:
+        place, columns = layer.place, amount["columns"]
+        inputs = min(place.inputs["query"], place.inputs["key"])
+        room = inputs - (0 if place.rotary_dim else place.query_key_dim)
+        if columns > room:
+            raise HfGrowError(
+                f"Layer {place.label} has room for {max(room, 0)} more query/key columns: its heads read {inputs} inputs "
+                f"and have {place.query_key_dim} columns. {columns} were asked for."
+            )
+        if place.query_key_dim + columns < 1:
+            raise HfGrowError(
+                f"Layer {place.label} has {place.query_key_dim} query/key columns: {-columns} are too many."
+            )
+        found = {"columns": layer.columns, "value_columns": layer.values}
+        for kind, candidates in found.items():
+            known = 0 if candidates is None else candidates.rank
+            if amount[kind] > known and self.config.strategy == "append":
+                raise HfGrowError(
+                    f"{amount[kind]} {kind.replace('_', ' ')} were asked for in layer {place.label}, but {known} were "
+                    f"collected: use CollectConfig({kind}={amount[kind]})."
+                )
+        if amount["heads"] > place.n_kv_heads + 1:
+            raise HfGrowError(
+                f"At most {place.n_kv_heads + 1} heads can be added to layer {place.label} at once: one for each "
+                "present pattern and one for the uniform one."
+            )
+
+    def by_budget(self) -> list[Amounts]:
+        """The budget spent step by step on the best held-out gain per parameter."""
+        left = self.config.budget_for(self.statistics.parameters)
+        amounts = [dict.fromkeys(KINDS, 0) for _ in self.statistics.layers]
+        cheapest = None
+        while True:
+            offers = [offer for index in range(len(amounts)) for offer in self._offers(index, amounts[index])]
+            if cheapest is None and offers:
+                cheapest = min(cost for _, cost, _, _ in offers)
+            offers = [offer for offer in offers if offer[1] <= left and offer[0] > 0]
+            if not offers:
+                break
+            _, cost, index, wanted = max(offers, key=lambda offer: offer[0] / offer[1])
+            amounts[index] = wanted
+            left -= cost
+        if not any(any(amount.values()) for amount in amounts):
+            if cheapest is None or left >= cheapest:
+                raise HfGrowError("Nothing that could grow promises to lower the loss on held-out data.")
+            raise HfGrowError(f"A budget of {left:,} parameters is too small: the cheapest growth takes {cheapest:,}.")
+        return amounts
+
+    def _offers(self, index: int, amount: Amounts) -> list[tuple[float, int, int, Amounts]]:
+        """One more of each kind in a layer: expected decrease, parameters, layer, and the amounts with it."""
+        layer = self.statistics.layers[index]
+        now = self.layer(layer, amount)
+        found = []
+        for kind in set(KINDS) & set(self.statistics.config.kinds):
+            more = dict(amount) | {kind: amount[kind] + 1}
+            self._align(layer, more)
+            # A head that copies a pattern takes over its value columns; more of them would be the same again.
+            if kind == "value_columns" and now is not None and any(head.copy is not None for head in now.growth.heads):
+                continue
+            try:
+                self._check_room(layer, more)
+            except HfGrowError:
+                continue
+            then = self.layer(layer, more)
+            assert then is not None
+            gain = _decrease(then) - (0.0 if now is None else _decrease(now))
+            cost = then.growth.parameters - (0 if now is None else now.growth.parameters)
+            found.append((gain, cost, index, more))
+        return found
+
+    def layer(self, layer: AttentionStatistics, amount: Amounts) -> LayerPlan | None:
+        """The plan of one layer; None where nothing happens."""
+        if not any(amount.values()) and self.config.strategy == "append":
+            return None
+        growth = propose(layer, amount, self.config, self.statistics.config)
+        in_sample = self._decreases(layer, growth, "gains")
+        judged = growth.strategy == "append" and all(
+            part is None or part.held_out is not None for part in (layer.columns, layer.values, layer.uniform)
+        )
+        return LayerPlan(
+            growth=growth,
+            in_sample=in_sample,
+            held_out=self._decreases(layer, growth, "held_out") if judged else None,
+            head_gains=self._head_gains(layer, amount["columns"]),
+            reachable_share=layer.reachable_share,
+        )
+
+    def _head_gains(self, layer: AttentionStatistics, columns: int) -> list[float]:
+        if layer.columns is None or columns <= 0:
+            return []
+        return (self.steps.get("columns", 0.0) * layer.columns.expected[:, :columns].sum(1)).tolist()
+
+    def _decreases(self, layer: AttentionStatistics, growth: LayerGrowth, which: str) -> dict[str, float]:
+        """First-order decrease at the planned steps, by kind."""
+        found = {}
+        if growth.strategy != "append":
+            return {"columns": _replacing_decrease(layer, growth, self.steps.get("columns", 0.0))}
+        if layer.columns is not None and growth.query is not None:
+            gains = getattr(layer.columns, which)[:, : growth.count("columns")]
+            found["columns"] = self.steps.get("columns", 0.0) * float(gains.sum())
+        if layer.values is not None and growth.value is not None:
+            gains = getattr(layer.values, which)[:, : growth.count("value_columns")]
+            found["value_columns"] = self.steps.get("value_columns", 0.0) * float(gains.sum())
+        if growth.heads:
+            gains = [_head_gain(layer, head.copy, which, growth.count("value_columns")) for head in growth.heads]
+            found["heads"] = self.steps.get("heads", 0.0) * sum(gains)
+        return found
+
+
+def _replacing_decrease(layer: AttentionStatistics, growth: LayerGrowth, step: float) -> float:
+    """−⟨T, D⟩ for columns that are all replaced."""
+    query, key = growth.replaced(step, {"query": layer.query, "key": layer.key})
+    heads = query.shape[0]
+    change = query @ linalg.repeat_groups(key, heads).mT - layer.query @ linalg.repeat_groups(layer.key, heads).mT
+    return -layer.place.scaling * float((growth.score_gradient() * change).sum())
+
+
+def _decrease(plan: LayerPlan) -> float:
+    return sum((plan.in_sample if plan.held_out is None else plan.held_out).values())
+
+
+def propose(
+    layer: AttentionStatistics, amount: Mapping[str, int], config: GrowthConfig, collected: CollectConfig
+) -> LayerGrowth:
+    """The growth of one layer by these amounts."""
+    place, columns = layer.place, amount["columns"]
+    growth = LayerGrowth(place, config.strategy, query_key_dim=place.query_key_dim + columns)
+    if config.strategy != "append" or config.line_search == "full_rank":
+        query, key = _whole_change(layer, config, collected)
+        growth = replace(growth, change_query=query, change_key=key)
+    if config.strategy != "append":
+        return replace(growth, query_gram=layer.query_gram, key_gram=layer.key_gram)
+    if columns > 0 and layer.columns is not None:
+        query, key = layer.columns.first[..., :columns], layer.columns.second[..., :columns]
+        growth = replace(growth, query=query, key=key)
+    if (values := amount["value_columns"]) > 0 and layer.values is not None:
+        growth = replace(growth, value=layer.values.first[..., :values], output=layer.values.second[:, :values])
+    return replace(growth, heads=_best_heads(layer, amount["heads"], values, growth.query_key_dim))
+
+
+def _whole_change(layer: AttentionStatistics, config: GrowthConfig, collected: CollectConfig) -> tuple[Tensor, Tensor]:
+    """The wanted change without truncation as query and key columns: A⁺TB⁺ and the identity, or all the sketch has."""
+    if layer.sums is None:
+        if layer.columns is None:
+            raise HfGrowError("The statistics know nothing of columns: collect with kinds=('columns',).")
+        return layer.columns.first, layer.columns.second
+    mean = layer.sums[0].mean()
+    numerics = (collected.inverse, collected.cutoff, collected.ridge)
+    inverses = [linalg.inverse(gram, *numerics) for gram in (mean.query_gram, mean.key_gram)]
+    identity = torch.eye(mean.key_gram.shape[0], dtype=mean.key_gram.dtype, device=mean.key_gram.device)
+    return inverses[0] @ mean.gradient @ inverses[1], identity.expand(layer.place.n_kv_heads, -1, -1)
+
+
+def _best_heads(
+    layer: AttentionStatistics, count: int, value_columns: int, query_key_dim: int
+) -> tuple[HeadGrowth, ...]:
+    """The new heads whose patterns promise most."""
+    if count == 0 or layer.values is None or layer.uniform is None:
+        return ()
+    patterns: list[int | None] = [None, *range(layer.place.n_kv_heads)]
+    which = "gains" if layer.values.held_out is None else "held_out"
+    patterns.sort(key=lambda copy: -_head_gain(layer, copy, which, value_columns))
+    return tuple(_head(layer, copy, value_columns, query_key_dim) for copy in patterns[:count])
+
+
+def _head_gain(layer: AttentionStatistics, copy: int | None, which: str, skipped: int) -> float:
+    """First-order decrease for a step of one; the first value columns may be given to the present heads already."""
+    assert layer.values is not None and layer.uniform is not None
+    place = layer.place
+    if copy is None:
+        return float(getattr(layer.uniform, which)[:, : place.value_dim].sum())
+    group = place.n_heads // place.n_kv_heads
+    gains = getattr(layer.values, which)[copy * group : (copy + 1) * group]
+    return float(gains[:, skipped : skipped + place.value_dim].sum())
+
+
+def _head(layer: AttentionStatistics, copy: int | None, skipped: int, query_key_dim: int) -> HeadGrowth:
+    assert layer.values is not None and layer.uniform is not None
+    place, scores = layer.place, layer.uniform_scores
+    if copy is not None:
+        group, taken = place.n_heads // place.n_kv_heads, slice(skipped, skipped + place.value_dim)
+        output = layer.values.second[copy * group : (copy + 1) * group, taken]
+        return HeadGrowth(copy, layer.values.first[copy : copy + 1, :, taken], output)
+    head = HeadGrowth(None, *uniform_circuit(layer.uniform, place))
+    width = query_key_dim - place.rotary_dim
+    if scores is None or width == 0:
+        return head
+    return replace(head, query=scores.first[..., :width], key=scores.second[..., :width])
+
+
+def calibrated_steps(
+    statistics: Statistics, passes: Passes, sites: Sequence[AttentionSite], batches: Sequence[Batch]
+) -> dict[str, float]:
+    """For each kind the step for all layers at once that lowers the loss most on these batches; 0 where none does."""
+    steps: dict[str, float] = {}
+    for kind in statistics.config.kinds:
+        growths = [_sample(layer, kind, statistics.config) for layer in statistics.layers]
+        trial = Trial(passes, sites, growths, batches, what=f"step for {kind.replace('_', ' ')}")
+        found = trial.search(kind, {}, usual_step(growths, kind), statistics.loss)
+        steps[kind] = found.step
+        if kind == "heads" and found.step > 0 and any(head.query is not None for g in growths for head in g.heads):
+            start = usual_step(growths, "head_scores")
+            steps["head_scores"] = trial.search("head_scores", {"heads": found.step}, start, found.loss).step
+    return steps
+
+
+def _sample(layer: AttentionStatistics, kind: str, collected: CollectConfig) -> LayerGrowth:
+    """As much of one kind as was asked to be collected."""
+    known = {"columns": layer.columns, "value_columns": layer.values}.get(kind)
+    amount = 1 if known is None else min(getattr(collected, kind), known.rank)
+    return propose(layer, dict.fromkeys(KINDS, 0) | {kind: amount}, GrowthConfig(**{kind: amount}), collected)
+
+
+def _layer_plan(content: dict) -> LayerPlan:
+    growth = content["growth"]
+    growth["place"] = Place(**growth["place"])
+    growth["heads"] = tuple(HeadGrowth(**head) for head in growth["heads"])
+    return LayerPlan(**content | {"growth": LayerGrowth(**growth)})
+
+
+def _amount(amount: Any, place: Place) -> int:
+    if not isinstance(amount, Mapping):
+        return amount or 0
+    named = amount.get(place.name)
+    if named is None and place.kind == "self":
+        named = amount.get(place.layer)
+    return named or 0
+
+
+def _check_layers(amount: Any, kind: str, places: Sequence[Place]) -> None:
+    if not isinstance(amount, Mapping):
+        return
+    known = {place.name for place in places} | {place.layer for place in places if place.kind == "self"}
+    if unknown := [key for key in amount if key not in known]:
+        numbers = sorted(key for key in known if isinstance(key, int))
+        raise HfGrowError(f"{kind} names layer {unknown[0]!r}; the model has layers {numbers[0]} to {numbers[-1]}.")
