@@ -14,7 +14,7 @@ from hf_grow.exact import ExactCollector
 from hf_grow.modeling.growable_attention import AttentionSite
 from hf_grow.passes import Batch, Passes, growable_sites, read_batches, split_sequences
 from hf_grow.patch import check_site
-from hf_grow.plan import calibrated_steps
+from hf_grow.plan import calibrate
 from hf_grow.sketch import SketchCollector
 from hf_grow.statistics import Statistics
 
@@ -52,7 +52,7 @@ def collect_statistics(
         loss=loss,
         seconds={"passes": passes.seconds, "solving": solved},
     )
-    return replace(statistics, steps=calibrated_steps(statistics, passes, sites, judging or choosing))
+    return replace(statistics, calibrations=calibrate(statistics, passes, sites, judging or choosing))
 
 
 def split_batches(batches: Iterable[Batch], config: CollectConfig) -> tuple[list[Batch], list[Batch]]:

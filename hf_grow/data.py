@@ -38,7 +38,8 @@ READERS |= {".csv": ("csv", {}), ".tsv": ("csv", {"sep": "\t"})}
 SPLITS = {"train": "train", "test": "test", **dict.fromkeys(("validation", "valid", "val", "dev"), "validation")}
 LABEL_COLUMNS = ("label", "labels")
 # Long documents are tokenised in pieces, in parallel and no further than needed.
-PIECE_CHARACTERS, PIECES_AT_ONCE = 50_000, 64
+PIECE_CHARACTERS, PIECES_AT_ONCE = 10_000, 64
+WORD_SPACE = re.compile(r"(?<=\S) (?=\S)")
 
 
 @dataclass(frozen=True)
@@ -263,12 +264,13 @@ def _encode_documents(rows: Rows, column: str, tokenizer: Any, border: list[int]
 
 
 def _pieces(text: str) -> Iterator[tuple[int, str]]:
-    """The text in pieces with their starts, cut before a space if there is one."""
+    """The text in pieces with their starts, cut before the single space of a word, where tokens begin anyway."""
     start = 0
     while start < len(text):
         end = start + PIECE_CHARACTERS
         if end < len(text):
-            end = max(text.rfind(" ", start + 1, end), 0) or end
+            spaces = WORD_SPACE.finditer(text, max(start + 1, end - 1000), end)
+            end = max((space.start() for space in spaces), default=end)
         yield start, text[start:end]
         start = end
 

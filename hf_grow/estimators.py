@@ -89,4 +89,8 @@ class ExactMetric:
         return linalg.exact_step(gradients, query_grams, key_grams, self.config.ridge or 1e-6)
 
 
-ESTIMATOR_CLASSES = {"per_sequence": PerSequence, "mean_input": MeanInput, "exact": ExactMetric}
+ESTIMATOR_CLASSES: dict[str, type[PerSequence] | type[MeanInput] | type[ExactMetric]] = {
+    "per_sequence": PerSequence,
+    "mean_input": MeanInput,
+    "exact": ExactMetric,
+}

@@ -62,20 +62,23 @@ class _Seen:
             (self.queries * self.query_mask).flatten(0, 1),
             (self.keys * self.key_mask).flatten(0, 1),
         )
-        parts = [
-            torch.einsum("bqi,bhqk,bkj->hij", self.queries, self.scores, self.keys),
-            real_queries.mT @ real_queries,
-            real_keys.mT @ real_keys,
-        ]
+        parts = {
+            "gradient": torch.einsum("bqi,bhqk,bkj->hij", self.queries, self.scores, self.keys),
+            "query_gram": real_queries.mT @ real_queries,
+            "key_gram": real_keys.mT @ real_keys,
+        }
         if values:
-            parts += self._value_sums()
-        return AttentionSums(*(part.to(working) for part in parts), sequences=sequences)
+            parts |= self._value_sums()
+        return AttentionSums(**{name: part.to(working) for name, part in parts.items()}, sequences=sequences)
 
-    def _value_sums(self) -> list[Tensor]:
+    def _value_sums(self) -> dict[str, Tensor]:
         weights = torch.cat((self.observer.weights, self.observer.uniform.to(self.observer.weights)), dim=1)
         read = weights.to(self.scores.dtype) @ self.values[:, None]  # (batch, patterns, queries, inputs)
         real = read * self.query_mask[:, None]
-        return [torch.einsum("bhqi,bqo->hio", read, self.block), torch.einsum("bhqi,bhqj->hij", real, real)]
+        return {
+            "value_gradient": torch.einsum("bhqi,bqo->hio", read, self.block),
+            "pattern_gram": torch.einsum("bhqi,bhqj->hij", real, real),
+        }
 
     def tell(self, estimator: Estimator) -> None:
         """Show the sequences to an estimator, one by one."""
@@ -88,18 +91,20 @@ class _Seen:
 def _zeros(site: AttentionSite, values: bool) -> AttentionSums:
     sizes, heads = input_sizes(site), site.attention.n_heads
     device = next(site.projections())[0].weight.device
-    shapes = [(heads, sizes["query"], sizes["key"]), (sizes["query"],) * 2, (sizes["key"],) * 2]
+    queries, keys, read = sizes["query"], sizes["key"], sizes["value"]
+    shapes = {"gradient": (heads, queries, keys), "query_gram": (queries, queries), "key_gram": (keys, keys)}
     if values:
-        shapes += [(heads + 1, sizes["value"], sizes["output"]), (heads + 1, sizes["value"], sizes["value"])]
+        shapes |= {"value_gradient": (heads + 1, read, sizes["output"]), "pattern_gram": (heads + 1, read, read)}
     dtype = linalg.working_dtype(device)
-    return AttentionSums(*(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes))
+    zeros = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+    return AttentionSums(**zeros, sequences=0)
 
 
 def _reduced(passes: Passes, sums: AttentionSums) -> AttentionSums:
-    tensors = [value for value in vars(sums).values() if isinstance(value, Tensor)]
+    tensors = {name: value for name, value in vars(sums).items() if isinstance(value, Tensor)}
     count = torch.tensor(float(sums.sequences), dtype=torch.float64)
-    *reduced, count = passes.reduce([*tensors, count])
-    return AttentionSums(*reduced, sequences=round(float(count)))
+    *reduced, count = passes.reduce([*tensors.values(), count])
+    return AttentionSums(**dict(zip(tensors, reduced, strict=True)), sequences=round(float(count)))
 
 
 class ExactCollector(Collector):

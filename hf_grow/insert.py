@@ -56,9 +56,8 @@ def collect_config(config: GrowthConfig, collect: CollectConfig | None = None) -
     """A collection that finds what a growth config asks for; amounts and kinds are taken from there."""
     collect = collect or CollectConfig()
     if config.budget is None:
-        collect = replace(collect, kinds=config.kinds)
-        for kind in ("columns", "value_columns"):
-            collect = replace(collect, **{kind: max(largest(getattr(config, kind)), 1)})
+        columns, value_columns = (max(largest(amount), 1) for amount in (config.columns, config.value_columns))
+        collect = replace(collect, kinds=config.kinds, columns=columns, value_columns=value_columns)
     elif collect.kinds == CollectConfig().kinds:
         collect = replace(collect, kinds=config.kinds)
     if config.strategy != "append" and collect.target is None:

@@ -4,11 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from hf_grow.growth import LayerGrowth, Steps
+from hf_grow.growth import HeadGrowth, LayerGrowth, Steps
 from hf_grow.modeling.growable_attention import AttentionSite
 from hf_grow.observe import Attachment
 from hf_grow.passes import Batch, Passes
-from hf_grow.statistics import Place
 from hf_grow.structure import read_blocks
 
 # Each try goes this much further or less far; then a parabola through the best three is followed so many times.
@@ -114,14 +113,17 @@ def usual_step(growths: Sequence[LayerGrowth], kind: str) -> float:
 
 
 def _usual_step(growth: LayerGrowth, kind: str) -> float:
-    place: Place = growth.place
+    place = growth.place
+    holders: Sequence[LayerGrowth | HeadGrowth] = growth.heads if kind.startswith("head") else [growth]
     if kind in ("columns", "head_scores"):
-        holders = [growth] if kind == "columns" else list(growth.heads)
-        pairs = [(holder.query, holder.key) for holder in holders if holder.query is not None]  # type: ignore[attr-defined]
+        pairs = [(holder.query, holder.key) for holder in holders]
         present = abs(place.scaling) * place.norms["query"] * place.norms["key"]
     else:
-        holders = [growth] if kind == "value_columns" else list(growth.heads)
-        pairs = [(holder.value, holder.output.mT) for holder in holders if holder.value is not None]  # type: ignore[union-attr]
+        pairs = [(holder.value, None if holder.output is None else holder.output.mT) for holder in holders]
         present = place.norms["value"] * place.norms["output"]
-    sizes = [float(first.norm(dim=1).mean() * second.norm(dim=1).mean()) for first, second in pairs]
+    sizes = [
+        float(first.norm(dim=1).mean() * second.norm(dim=1).mean())
+        for first, second in pairs
+        if first is not None and second is not None
+    ]
     return present / max(sizes) if sizes and max(sizes) > 0 else 0.0

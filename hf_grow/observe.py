@@ -195,7 +195,7 @@ def input_sizes(site: AttentionSite) -> dict[str, int]:
 
     The last is under "output".
     """
-    sizes = {}
+    sizes: dict[str, int] = {}
     for projection, roles in site.projections():
         rows = weight_rows(projection)
         size = rows.shape[0] if roles == ("output",) else rows.shape[1] + (projection.bias is not None)

@@ -15,7 +15,7 @@ from hf_grow.growth import HeadGrowth, LayerGrowth, uniform_circuit
 from hf_grow.line_search import Trial, usual_step
 from hf_grow.modeling.growable_attention import AttentionSite
 from hf_grow.passes import Batch, Passes
-from hf_grow.statistics import AttentionStatistics, Place, Statistics, read_tensors, write_tensors
+from hf_grow.statistics import AttentionStatistics, Calibration, Place, Statistics, read_tensors, write_tensors
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,15 @@ class LayerPlan:
 
     in_sample        first-order decrease of the loss at the planned steps, on the data that chose
     held_out         the same on other data; None where there was none
-    head_gains       by head, the held-out (or else in-sample) part of the columns' decrease
+    realised_shares  the share of such a decrease that was realised when the steps were found
+    head_gains       by head, the held-out (or else in-sample) part of the columns' first-order decrease
     reachable_share  the share of the wanted change of the scores that the present columns could express by training
     """
 
     growth: LayerGrowth
     in_sample: dict[str, float]
     held_out: dict[str, float] | None
+    realised_shares: dict[str, float]
     head_gains: list[float]
     reachable_share: float | None
 
@@ -38,6 +40,12 @@ class LayerPlan:
     def place(self) -> Place:
         """The attention module."""
         return self.growth.place
+
+    def expected(self, first_order: dict[str, float] | None) -> float | None:
+        """The decrease that the planned steps are likely to realise."""
+        if first_order is None:
+            return None
+        return sum(self.realised_shares.get(kind, 0.0) * decrease for kind, decrease in first_order.items())
 
     def summary(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -52,10 +60,9 @@ class LayerPlan:
             **{kind: growth.count(kind) for kind in KINDS},
             "head_patterns": ["uniform" if head.copy is None else f"head {head.copy}" for head in growth.heads],
             "parameters_added": growth.parameters,
-            # A parabola falls half as far as its slope at the start says.
             "expected_decrease": {
-                "in_sample": sum(self.in_sample.values()) / 2,
-                "held_out": None if self.held_out is None else sum(self.held_out.values()) / 2,
+                "in_sample": self.expected(self.in_sample),
+                "held_out": self.expected(self.held_out),
             },
             "first_order_decrease": {"in_sample": self.in_sample, "held_out": self.held_out},
             "head_gains": self.head_gains,
@@ -192,8 +199,8 @@ class _Planner:
         room = inputs - (0 if place.rotary_dim else place.query_key_dim)
         if columns > room:
             raise HfGrowError(
-                f"Layer {place.label} has room for {max(room, 0)} more query/key columns: its heads read {inputs} inputs "
-                f"and have {place.query_key_dim} columns. {columns} were asked for."
+                f"Layer {place.label} has room for {max(room, 0)} more query/key columns: its heads read {inputs} "
+                f"inputs and have {place.query_key_dim} columns. {columns} were asked for."
             )
         if place.query_key_dim + columns < 1:
             raise HfGrowError(
@@ -251,7 +258,7 @@ class _Planner:
                 continue
             then = self.layer(layer, more)
             assert then is not None
-            gain = _decrease(then) - (0.0 if now is None else _decrease(now))
+            gain = _expected(then) - (0.0 if now is None else _expected(now))
             cost = then.growth.parameters - (0 if now is None else now.growth.parameters)
             found.append((gain, cost, index, more))
         return found
@@ -269,6 +276,7 @@ class _Planner:
             growth=growth,
             in_sample=in_sample,
             held_out=self._decreases(layer, growth, "held_out") if judged else None,
+            realised_shares={kind: found.realised_share for kind, found in self.statistics.calibrations.items()},
             head_gains=self._head_gains(layer, amount["columns"]),
             reachable_share=layer.reachable_share,
         )
@@ -280,19 +288,9 @@ class _Planner:
 
     def _decreases(self, layer: AttentionStatistics, growth: LayerGrowth, which: str) -> dict[str, float]:
         """First-order decrease at the planned steps, by kind."""
-        found = {}
         if growth.strategy != "append":
             return {"columns": _replacing_decrease(layer, growth, self.steps.get("columns", 0.0))}
-        if layer.columns is not None and growth.query is not None:
-            gains = getattr(layer.columns, which)[:, : growth.count("columns")]
-            found["columns"] = self.steps.get("columns", 0.0) * float(gains.sum())
-        if layer.values is not None and growth.value is not None:
-            gains = getattr(layer.values, which)[:, : growth.count("value_columns")]
-            found["value_columns"] = self.steps.get("value_columns", 0.0) * float(gains.sum())
-        if growth.heads:
-            gains = [_head_gain(layer, head.copy, which, growth.count("value_columns")) for head in growth.heads]
-            found["heads"] = self.steps.get("heads", 0.0) * sum(gains)
-        return found
+        return {kind: self.steps.get(kind, 0.0) * slope for kind, slope in _slopes(layer, growth, which).items()}
 
 
 def _replacing_decrease(layer: AttentionStatistics, growth: LayerGrowth, step: float) -> float:
@@ -303,8 +301,11 @@ def _replacing_decrease(layer: AttentionStatistics, growth: LayerGrowth, step: f
     return -layer.place.scaling * float((growth.score_gradient() * change).sum())
 
 
-def _decrease(plan: LayerPlan) -> float:
-    return sum((plan.in_sample if plan.held_out is None else plan.held_out).values())
+def _expected(plan: LayerPlan) -> float:
+    """The decrease that a step is likely to realise, by the most honest gains there are."""
+    expected = plan.expected(plan.in_sample if plan.held_out is None else plan.held_out)
+    assert expected is not None
+    return expected
 
 
 def propose(
@@ -376,27 +377,49 @@ def _head(layer: AttentionStatistics, copy: int | None, skipped: int, query_key_
     return replace(head, query=scores.first[..., :width], key=scores.second[..., :width])
 
 
-def calibrated_steps(
+def calibrate(
     statistics: Statistics, passes: Passes, sites: Sequence[AttentionSite], batches: Sequence[Batch]
-) -> dict[str, float]:
+) -> dict[str, Calibration]:
     """For each kind the step for all layers at once that lowers the loss most on these batches; 0 where none does."""
-    steps: dict[str, float] = {}
+    found: dict[str, Calibration] = {}
     for kind in statistics.config.kinds:
         growths = [_sample(layer, kind, statistics.config) for layer in statistics.layers]
         trial = Trial(passes, sites, growths, batches, what=f"step for {kind.replace('_', ' ')}")
-        found = trial.search(kind, {}, usual_step(growths, kind), statistics.loss)
-        steps[kind] = found.step
-        if kind == "heads" and found.step > 0 and any(head.query is not None for g in growths for head in g.heads):
+        line = trial.search(kind, {}, usual_step(growths, kind), statistics.loss)
+        slope = sum(_slope(layer, growth) for layer, growth in zip(statistics.layers, growths, strict=True))
+        found[kind] = Calibration(line.step, statistics.loss - line.loss, line.step * slope)
+        if kind == "heads" and line.step > 0 and any(head.query is not None for g in growths for head in g.heads):
             start = usual_step(growths, "head_scores")
-            steps["head_scores"] = trial.search("head_scores", {"heads": found.step}, start, found.loss).step
-    return steps
+            scores = trial.search("head_scores", {"heads": line.step}, start, line.loss)
+            found["head_scores"] = Calibration(scores.step, line.loss - scores.loss, 0.0)
+    return found
+
+
+def _slope(layer: AttentionStatistics, growth: LayerGrowth) -> float:
+    """First-order decrease for a step of one, on held-out data where there is any."""
+    judged = [part for part in (layer.columns, layer.values, layer.uniform) if part is not None]
+    which = "held_out" if all(part.held_out is not None for part in judged) else "gains"
+    return sum(_slopes(layer, growth, which).values())
+
+
+def _slopes(layer: AttentionStatistics, growth: LayerGrowth, which: str) -> dict[str, float]:
+    """First-order decrease for a step of one, by kind."""
+    found = {}
+    if layer.columns is not None and growth.query is not None:
+        found["columns"] = float(getattr(layer.columns, which)[:, : growth.count("columns")].sum())
+    if layer.values is not None and growth.value is not None:
+        found["value_columns"] = float(getattr(layer.values, which)[:, : growth.count("value_columns")].sum())
+    if growth.heads:
+        skipped = growth.count("value_columns")
+        found["heads"] = sum(_head_gain(layer, head.copy, which, skipped) for head in growth.heads)
+    return found
 
 
 def _sample(layer: AttentionStatistics, kind: str, collected: CollectConfig) -> LayerGrowth:
     """As much of one kind as was asked to be collected."""
     known = {"columns": layer.columns, "value_columns": layer.values}.get(kind)
     amount = 1 if known is None else min(getattr(collected, kind), known.rank)
-    return propose(layer, dict.fromkeys(KINDS, 0) | {kind: amount}, GrowthConfig(**{kind: amount}), collected)
+    return propose(layer, dict.fromkeys(KINDS, 0) | {kind: amount}, GrowthConfig(columns=1), collected)
 
 
 def _layer_plan(content: dict) -> LayerPlan:

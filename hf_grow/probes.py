@@ -7,6 +7,7 @@ and the gradient of that zero side is a product with the wanted statistic: sÂ·TÎ
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,8 +69,9 @@ def score_products(
         other = "query" if side == "key" else "key"
         head = new_heads[index] if new_heads is not None else None
         zeros = _zero_side(site, other, probe, head)
+        blocks: dict[str, Any] = {side: probe, other: zeros}
         if head is None:
-            attachments.append(Attachment(site, Extra(**{side: probe, other: zeros})))
+            attachments.append(Attachment(site, Extra(**blocks)))
         else:
             blocks = {
                 f"head_{side}": probe,

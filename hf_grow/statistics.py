@@ -2,11 +2,10 @@
 
 import json
 import os
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -72,14 +71,15 @@ class AttentionSums:
 
     def merge(self, other: "AttentionSums") -> "AttentionSums":
         """The sums of both."""
-        parts = ((getattr(self, part.name), getattr(other, part.name)) for part in fields(self))
-        return AttentionSums(*(first if second is None else first + second for first, second in parts))
+        parts = ((part.name, getattr(self, part.name), getattr(other, part.name)) for part in fields(self))
+        return AttentionSums(**{name: first if second is None else first + second for name, first, second in parts})
 
     def mean(self) -> "AttentionSums":
         """The same per sequence."""
         count = max(self.sequences, 1)
-        values = (getattr(self, part.name) for part in fields(self)[:-1])
-        return AttentionSums(*(None if value is None else value / count for value in values), sequences=1)
+        values = {part.name: getattr(self, part.name) for part in fields(self)}
+        means = {name: value / count for name, value in values.items() if isinstance(value, Tensor)}
+        return AttentionSums(**means, sequences=1)
 
 
 @dataclass(frozen=True)
@@ -139,17 +139,39 @@ class AttentionStatistics:
         return self.sums[0].merge(self.sums[1])
 
     @property
-    def reachable_share(self) -> float:
-        """The share of the wanted change that training or LoRA on the present query/key columns could express."""
+    def reachable_share(self) -> float | None:
+        """The share of the wanted change that training or LoRA on the present query/key columns could express.
+
+        None where nothing is wanted, or where it was not collected. Rotated columns count as if they were not rotated.
+        """
         wanted = float(self.wanted.sum())
-        return min(max(1 - float(self.bottleneck.sum()) / wanted, 0.0), 1.0) if wanted > 0 else 1.0
+        return min(max(1 - float(self.bottleneck.sum()) / wanted, 0.0), 1.0) if wanted > 0 else None
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The step along one kind of growth that lowered the loss most, tried in all layers at once on held-out data.
+
+    decrease       how much it lowered the loss
+    first_order    how much the gains alone would have it lower the loss; far steps keep only a share of that
+    """
+
+    step: float
+    decrease: float
+    first_order: float
+
+    @property
+    def realised_share(self) -> float:
+        """The share of the first-order decrease that such a step realises."""
+        return self.decrease / self.first_order if self.first_order > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Everything one collection found, and what the steps were that lowered the loss most on held-out data.
+    """Everything one collection found.
 
-    steps          by kind: how far to go along the gains; "head_scores" is that of new heads' query/key columns
+    calibrations   by kind; "head_scores" is that of new heads' query/key columns
+    loss           on the held-out sequences, or on all where none were held out
     fingerprint    of the attention weights that were measured
     """
 
@@ -160,7 +182,7 @@ class Statistics:
     fingerprint: str
     sequences: int
     loss: float
-    steps: dict[str, float] = field(default_factory=dict)
+    calibrations: dict[str, Calibration] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def save(self, path: str | os.PathLike) -> None:
@@ -173,11 +195,50 @@ class Statistics:
         content = read_tensors(path, "statistics")
         content["config"] = from_dict(CollectConfig, content["config"])
         content["layers"] = [_layer(layer) for layer in content["layers"]]
+        content["calibrations"] = {kind: Calibration(**part) for kind, part in content["calibrations"].items()}
         return cls(**content)
 
-    def on(self, device: torch.device | str) -> "Statistics":
-        """The same with all tensors on a device."""
-        return replace(self, layers=[_moved(layer, device) for layer in self.layers])
+    @property
+    def steps(self) -> dict[str, float]:
+        """By kind: how far to go along the gains."""
+        return {kind: found.step for kind, found in self.calibrations.items()}
+
+    def summary(self) -> dict[str, Any]:
+        """Where growth would help, as plain values for JSON; decreases are what the steps found would realise."""
+        return {
+            "config": as_dict(self.config),
+            "model_type": self.model_type,
+            "parameters": self.parameters,
+            "sequences": self.sequences,
+            "loss": self.loss,
+            "calibrations": {kind: vars(found) for kind, found in self.calibrations.items()},
+            "layers": [self._layer_summary(layer) for layer in self.layers],
+            "seconds": self.seconds,
+        }
+
+    def _layer_summary(self, layer: AttentionStatistics) -> dict[str, Any]:
+        place = layer.place
+        found: dict[str, Any] = {
+            "name": place.name,
+            "layer": place.layer,
+            "kind": place.kind,
+            "n_heads": place.n_heads,
+            "n_kv_heads": place.n_kv_heads,
+            "query_key_dim": place.query_key_dim,
+            "value_dim": place.value_dim,
+            "reachable_share": layer.reachable_share,
+            "wanted": layer.wanted.tolist(),
+            "bottleneck": layer.bottleneck.tolist(),
+        }
+        for kind, candidates in (("columns", layer.columns), ("value_columns", layer.values), ("heads", layer.uniform)):
+            if candidates is not None and kind in self.calibrations:
+                share = self.calibrations[kind].step * self.calibrations[kind].realised_share
+                held_out = candidates.held_out
+                found[kind] = {
+                    "in_sample": (share * candidates.gains).tolist(),
+                    "held_out": None if held_out is None else (share * held_out).tolist(),
+                }
+        return found
 
 
 def write_tensors(value: Any, path: str | os.PathLike, what: str) -> None:
@@ -242,14 +303,3 @@ def _layer(content: dict) -> AttentionStatistics:
     content["sums"] = content["sums"] and tuple(AttentionSums(**part) for part in content["sums"])
     content["place"] = Place(**content["place"])
     return AttentionStatistics(**content)
-
-
-def _moved(value: Any, device: torch.device | str) -> Any:
-    """A dataclass with all tensors in it on a device."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, tuple):
-        return tuple(_moved(part, device) for part in value)
-    if hasattr(value, "__dataclass_fields__"):
-        return replace(value, **{part.name: _moved(getattr(value, part.name), device) for part in fields(value)})
-    return value

@@ -13,10 +13,15 @@ PACKAGE = Path(__file__).parents[1] / "hf_grow"
 RANKS = [
     {"errors"},
     {"modeling", "linalg"},
-    {"families", "assets", "model_card", "statistics", "data"},
-    {"patch"},
-    {"structure", "collect"},
-    {"checkpoint"},
+    {"config", "families", "assets", "model_card", "data", "report"},
+    {"statistics", "observe"},
+    {"patch", "passes"},
+    {"structure", "growth", "probes", "estimators"},
+    {"line_search", "collector"},
+    {"exact", "sketch", "plan"},
+    {"collect"},
+    {"insert"},
+    {"checkpoint", "figures"},
     {"cli", "__init__", "__main__"},
 ]
 

@@ -291,11 +291,15 @@ def test_text_is_found_behind_many_blank_documents(tmp_path, gpt2, tokenizer, ma
     assert tokenizer.decode(batch["input_ids"][0]) == "here at last"
 
 
-def test_long_documents_are_cut_without_changing_their_tokens(documents, gpt2, tokenizer, monkeypatch):
-    whole = load_batches(documents, tokenizer, gpt2, config=DataConfig(length=5))
-    monkeypatch.setattr(data_module, "PIECE_CHARACTERS", 30)
+def test_long_documents_are_cut_without_changing_their_tokens(tmp_path, gpt2, tokenizer, monkeypatch):
+    path = tmp_path / "long.txt"
+    path.write_text("Some words,  two spaces,\n\n\n        and an indented line: 1 2 3.\n" * 40, encoding="utf-8")
+    whole = load_batches(str(path), tokenizer, gpt2, config=DataConfig(length=5))
     monkeypatch.setattr(data_module, "PIECES_AT_ONCE", 2)
-    assert_equal_batches(load_batches(documents, tokenizer, gpt2, config=DataConfig(length=5)), whole)
+    for characters in range(40, 70):
+        monkeypatch.setattr(data_module, "PIECE_CHARACTERS", characters)
+        assert_equal_batches(load_batches(str(path), tokenizer, gpt2, config=DataConfig(length=5)), whole)
+    monkeypatch.setattr(data_module, "PIECE_CHARACTERS", 30)
     pieces = [piece for _, piece in data_module._pieces("x" * 70 + " y")]
     assert pieces == ["x" * 30, "x" * 30, "x" * 10 + " y"]
 
