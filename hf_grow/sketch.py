@@ -42,10 +42,7 @@ def find_directions(
         answers = product(probes, side)
         whitened = [pair[1 - index].whiten(answer) for pair, answer in zip(sides, answers, strict=True)]
         last = found
-        if on_query:
-            found = [torch.linalg.qr(answer).Q for answer in whitened]
-        else:
-            found = [linalg.stacked_orthonormal(answer, count) for answer, count in zip(whitened, groups, strict=True)]
+        found = [linalg.stacked_orthonormal(answer, count) for answer, count in zip(whitened, groups, strict=True)]
         on_query = not on_query
     # M ≈ basis · answerᵀ (or answer · basisᵀ): the SVD of the narrow answer is that of the product.
     result, gains = [], []

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_grow.config import CollectConfig, as_dict, from_dict
+from hf_grow.config import KINDS, CollectConfig, as_dict, from_dict
 from hf_grow.errors import HfGrowError
 
 FORMAT = 1
@@ -238,7 +238,42 @@ class Statistics:
                     "in_sample": (share * candidates.gains).tolist(),
                     "held_out": None if held_out is None else (share * held_out).tolist(),
                 }
-        return found
+        kinds = [kind for kind in KINDS if kind in self.calibrations]
+        return found | {"offers": {kind: self._offer(layer, kind) for kind in kinds}}
+
+    def _offer(self, layer: AttentionStatistics, kind: str) -> dict[str, Any]:
+        """As much of one kind as was looked for, or the one head that promises most: its parameters and decrease."""
+        place, choices = layer.place, _choices(layer, kind, self.config)
+        in_sample, held_out = max(choices, key=lambda choice: choice[0] if choice[1] is None else choice[1])
+        share = self.calibrations[kind].step * self.calibrations[kind].realised_share
+        known = {"columns": layer.columns, "value_columns": layer.values}.get(kind)
+        amount = 1 if known is None else min(getattr(self.config, kind), known.rank)
+        return {
+            "amount": amount,
+            "parameters": amount * place.cost(kind, place.query_key_dim, place.value_dim),
+            "in_sample": share * in_sample,
+            "held_out": None if held_out is None else share * held_out,
+        }
+
+
+def _choices(layer: AttentionStatistics, kind: str, config: CollectConfig) -> list[tuple[float, float | None]]:
+    """First-order decreases for a step of one, in sample and held out: of all columns, or of each possible new head."""
+    place, width = layer.place, layer.place.value_dim
+    if kind != "heads":
+        found = layer.columns if kind == "columns" else layer.values
+        parts = [(found, slice(None), getattr(config, kind))]
+    else:
+        group = place.n_heads // place.n_kv_heads
+        copies = [slice(head * group, (head + 1) * group) for head in range(place.n_kv_heads)]
+        parts = [(layer.uniform, slice(None), width), *((layer.values, heads, width) for heads in copies)]
+    return [
+        (
+            float(part.gains[heads, :count].sum()),
+            None if part.held_out is None else float(part.held_out[heads, :count].sum()),
+        )
+        for part, heads, count in parts
+        if part is not None
+    ]
 
 
 def write_tensors(value: Any, path: str | os.PathLike, what: str) -> None:

@@ -1,4 +1,4 @@
-"""Exact collection against a slow loop over sequences and heads, and what it leaves behind: nothing."""
+"""Collection against slow loops and finite differences, and what it leaves behind: nothing."""
 
 import copy
 
@@ -7,8 +7,10 @@ import torch
 from models import batch, causal_model, fill_new_weights, grow_everything, relative_difference, small_model
 from transformers import BertForMaskedLM, BertForSequenceClassification, BertLMHeadModel, GPT2LMHeadModel
 
-from hf_grow import HfGrowError, make_growable
-from hf_grow.collect import collect_exact, collect_products
+from hf_grow import CollectConfig, HfGrowError, Statistics, add_heads, collect_statistics, make_growable, widen_value
+from hf_grow.config import KINDS
+from hf_grow.passes import Passes, growable_sites, split_sequences
+from hf_grow.probes import NewHead, driving_inputs, output_products, score_products
 from hf_grow.structure import find_site, read_blocks
 
 CASES = [
@@ -49,6 +51,18 @@ def growable(model_type, stock_class, changes):
     return make_growable(stock).double()
 
 
+def exact_sums(model, batches, **changes):
+    """The sums of every attention module over all sequences."""
+    config = CollectConfig(collection="exact", **changes)
+    return [layer.total() for layer in collect_statistics(model, batches, config).layers]
+
+
+def sequences_of(inputs):
+    """The sequences of a batch, each in a batch of its own."""
+    size = len(inputs["input_ids"])
+    return [{name: value[index : index + 1] for name, value in inputs.items()} for index in range(size)]
+
+
 def slow_statistics(model, inputs, layer):
     """T by differentiating the loss with respect to new query weights, one head and one key input at a time.
 
@@ -85,13 +99,13 @@ def slow_statistics(model, inputs, layer):
 
 
 @every_case
-def test_the_gradient_equals_that_of_probe_columns(model_type, stock_class, changes):
+def test_the_gradient_equals_an_explicit_loop_over_sequences(model_type, stock_class, changes):
     model = growable(model_type, stock_class, changes)
-    inputs = labelled(model)
+    sequences = sequences_of(labelled(model))
+    found = exact_sums(model, sequences)
     for layer in (0, 1):
-        expected = slow_statistics(model, inputs, layer)
-        found = collect_exact(model, [inputs])[layer].total()
-        assert relative_difference(found.gradient / found.sequences, expected) < 1e-5
+        expected = sum(slow_statistics(model, sequence, layer) for sequence in sequences)
+        assert relative_difference(found[layer].gradient, expected) < 1e-5
 
 
 @every_case
@@ -101,7 +115,7 @@ def test_the_first_order_change_of_the_loss_is_the_gradient(model_type, stock_cl
 
     model = growable(model_type, stock_class, changes)
     inputs = labelled(model)
-    sums = collect_exact(model, [inputs])[1].total()
+    sums = exact_sums(model, [inputs], held_out=0.0)[1]
     generator = torch.Generator().manual_seed(6)
     blocks = read_blocks(find_site(model, 1))
     query, key = (torch.randn(*blocks[role].shape[:2], 1, generator=generator).double() for role in ("query", "key"))
@@ -110,7 +124,7 @@ def test_the_first_order_change_of_the_loss_is_the_gradient(model_type, stock_cl
     for sign in (1, -1):
         twin = copy.deepcopy(model)
         widen_query_key(twin, 1, 1, query=sign * size * query, key=key)
-        losses.append(float(loss_of(twin, inputs)))
+        losses.append(loss_of(twin, inputs).item())
     keys = key.repeat_interleave(query.shape[0] // key.shape[0], dim=0)
     slope = torch.einsum("hip,hij,hjp->", query, sums.gradient, keys) * find_site(model, 1).attention.scaling
     assert (losses[0] - losses[1]) / (2 * size) == pytest.approx(float(slope) / sums.sequences, rel=5e-3)
@@ -122,11 +136,11 @@ def test_probe_columns_give_products_with_the_gradient(model_type, stock_class, 
     model = growable(model_type, stock_class, changes)
     fill_new_weights(grow_everything(model))
     inputs = labelled(model)
-    exact = [found.total().gradient for found in collect_exact(model, [inputs, inputs])]
+    exact = [found.gradient / found.sequences for found in exact_sums(model, [inputs, inputs], held_out=0.0)]
     generator = torch.Generator().manual_seed(7)
     blocks = [read_blocks(find_site(model, layer)) for layer in (0, 1)]
     probes = [torch.randn(*block[side].shape[:2], 5, generator=generator).double() for block in blocks]
-    found = collect_products(model, [inputs, inputs], probes, side)
+    found = score_products(Passes(model), growable_sites(model), [inputs, inputs], probes, side)
     for gradient, probe, block, product in zip(exact, probes, blocks, found, strict=True):
         group = block["query"].shape[0] // block["key"].shape[0]
         if side == "key":
@@ -134,16 +148,6 @@ def test_probe_columns_give_products_with_the_gradient(model_type, stock_class, 
         else:
             expected = (gradient.mT @ probe).unflatten(0, (-1, group)).sum(1)
         assert relative_difference(product, expected) < 1e-5
-
-
-def test_products_leave_everything_as_found():
-    model = make_growable(causal_model("llama")).train()
-    probes = [torch.randn(2, 32, 3) for _ in range(2)]
-    before = snapshot(model)
-    assert any(product.any() for product in collect_products(model, [labelled(model)], probes, "key"))
-    assert_equal(snapshot(model), before)
-    with pytest.raises(HfGrowError, match="'query' or 'key'"):
-        collect_products(model, [labelled(model)], probes, "value")
 
 
 def test_grams_leave_out_padding():
@@ -155,22 +159,40 @@ def test_grams_leave_out_padding():
     model(**inputs)
     hook.remove()
     states = torch.cat((seen[0], torch.ones_like(seen[0][..., :1])), -1)[inputs["attention_mask"].bool()]
-    sums = collect_exact(model, [inputs])[0].total()
+    sums = exact_sums(model, [inputs], held_out=0.0)[0]
     for gram in (sums.query_gram, sums.key_gram):
         assert relative_difference(gram, states.T @ states) < 1e-9
 
 
-def test_one_batch_of_eight_equals_eight_batches_of_one():
+@pytest.mark.parametrize("collection", ["exact", "sketch"])
+def test_one_batch_of_eight_equals_eight_batches_of_one(collection):
     model = growable("llama", None, {})
     whole = labelled(model, size=8)
     whole["attention_mask"] = torch.ones_like(whole["input_ids"])
     whole["labels"] = whole["input_ids"]
-    single = [{name: value[index : index + 1] for name, value in whole.items()} for index in range(8)]
-    for first, second in zip(collect_exact(model, [whole]), collect_exact(model, single), strict=True):
-        for one, other in zip(first.halves, second.halves, strict=True):
-            assert one.sequences == other.sequences == 4
-            assert relative_difference(one.gradient, other.gradient) < 1e-9
-            assert relative_difference(one.query_gram, other.query_gram) < 1e-9
+    config = CollectConfig(collection=collection, kinds=KINDS, columns=2, value_columns=2, oversampling=2)
+    first, second = (collect_statistics(model, batches, config) for batches in ([whole], sequences_of(whole)))
+    assert first.sequences == second.sequences == 8
+    for one, other in zip(first.layers, second.layers, strict=True):
+        assert relative_difference(one.query_gram, other.query_gram) < 1e-9
+        assert relative_difference(one.bottleneck, other.bottleneck) < 1e-6
+        for name in ("columns", "values", "uniform", "uniform_scores"):
+            found, expected = getattr(one, name), getattr(other, name)
+            assert relative_difference(found.gains, expected.gains) < 1e-5, name
+            assert relative_difference(found.held_out, expected.held_out) < 1e-4, name
+        if collection == "exact":
+            # transformers computes the loss of a causal model in float32.
+            assert relative_difference(one.total().gradient, other.total().gradient) < 1e-6
+
+
+def test_which_sequences_judge_does_not_depend_on_batches():
+    ids = torch.arange(13)[:, None].expand(-1, 4)
+    for size in (1, 3, 5, 13):
+        batches = [{"input_ids": part, "scale": torch.tensor(2.0)} for part in ids.split(size)]
+        choosing, judging = split_sequences(batches, 0.25)
+        seen = [torch.cat([batch["input_ids"][:, 0] for batch in part]).tolist() for part in (choosing, judging)]
+        assert seen[1] == [3, 7, 11] and sorted(seen[0] + seen[1]) == list(range(13))
+        assert all(float(batch["scale"]) == 2.0 for batch in choosing)
 
 
 def test_cross_attention_has_a_key_gram_of_its_own():
@@ -178,12 +200,18 @@ def test_cross_attention_has_a_key_gram_of_its_own():
     inputs = labelled(model)
     inputs["encoder_hidden_states"] = torch.randn(4, 7, 32).double()
     inputs["encoder_attention_mask"] = torch.tensor([[1] * 7, [1] * 4 + [0] * 3] * 2)
-    cross = next(found for found in collect_exact(model, [inputs]) if found.kind == "cross").total()
+    config = CollectConfig(collection="exact", kinds=KINDS, columns=2, value_columns=2, held_out=0.0)
+    layer = next(found for found in collect_statistics(model, [inputs], config).layers if found.place.kind == "cross")
+    cross = layer.total()
     states = inputs["encoder_hidden_states"][inputs["encoder_attention_mask"].bool()]
     states = torch.cat((states, torch.ones_like(states[:, :1])), -1)
     assert relative_difference(cross.key_gram, states.T @ states) < 1e-9
     assert relative_difference(cross.query_gram, cross.key_gram) > 0.1
     assert cross.gradient.abs().max() > 0
+    sketched = collect_statistics(model, [inputs], CollectConfig(columns=28, oversampling=5, held_out=0.0))
+    sketch = next(found for found in sketched.layers if found.place.name == layer.place.name)
+    assert relative_difference(sketch.key_gram, layer.key_gram) < 1e-9
+    assert float(sketch.columns.gains.sum()) == pytest.approx(float(layer.bottleneck.sum()), rel=1e-4)
 
 
 def snapshot(model):
@@ -212,34 +240,206 @@ def assert_equal(first, second):
         assert first == second
 
 
+@pytest.mark.parametrize("collection", ["exact", "sketch"])
 @pytest.mark.parametrize("fails", [False, True])
-def test_collecting_leaves_everything_as_found(fails):
+def test_collecting_leaves_everything_as_found(fails, collection):
     model = fill_new_weights(grow_everything(make_growable(causal_model("gpt2")))).train()
     model.transformer.h[0].mlp.eval()
     model.transformer.wte.weight.requires_grad_(False)
     inputs = labelled(model)
     model(**inputs).loss.backward()
     before = snapshot(model)
+    config = CollectConfig(collection=collection, kinds=KINDS, columns=2, value_columns=2)
     if fails:
-        with pytest.raises(Exception, match="index out of range"):
-            collect_exact(model, [inputs, {**inputs, "input_ids": inputs["input_ids"] + 10_000}])
+        with pytest.raises(HfGrowError, match=r"Batch 1 does not fit .*: index out of range"):
+            collect_statistics(model, [inputs, {**inputs, "input_ids": inputs["input_ids"] + 10_000}], config)
     else:
-        collect_exact(model, [inputs])
+        collect_statistics(model, [inputs], config)
     assert_equal(snapshot(model), before)
 
 
 def test_bad_batches_are_refused_or_counted(caplog):
     model = make_growable(causal_model("gpt2"))
     inputs = labelled(model)
+    config = CollectConfig(collection="exact", columns=1, held_out=0.0)
     with pytest.raises(HfGrowError, match="no batch"):
-        collect_exact(model, [])
+        collect_statistics(model, [], config)
     with pytest.raises(HfGrowError, match="returned no loss"):
-        collect_exact(model, [batch(model)])
+        collect_statistics(model, [batch(model)], config)
     with pytest.raises(HfGrowError, match="make_growable"):
-        collect_exact(causal_model("gpt2"), [inputs])
+        collect_statistics(causal_model("gpt2"), [inputs], config)
+    with pytest.raises(HfGrowError, match="iterable of dicts"):
+        collect_statistics(model, inputs, config)
+    with pytest.raises(HfGrowError, match="dict of tensors"):
+        collect_statistics(model, [inputs["input_ids"]], config)
+    with pytest.raises(HfGrowError, match="does not fit"):
+        collect_statistics(model, [{**inputs, "labels": inputs["labels"][:2]}], config)
     empty = {**inputs, "labels": torch.full_like(inputs["labels"], -100)}
     with pytest.raises(HfGrowError, match="1 of 2 batches"):
-        collect_exact(model, [inputs, empty])
-    kept = collect_exact(model, [inputs] * 10 + [empty])
-    assert "Skipped 1 of 11" in caplog.text
-    assert kept[0].total().sequences == 40
+        collect_statistics(model, [inputs, empty], config)
+    kept = collect_statistics(model, [inputs] * 10 + [empty], config)
+    assert caplog.text.count("Skipped 1 of 11") == 1
+    assert kept.layers[0].total().sequences == 40
+
+
+def slow_circuit(model, inputs, layer):
+    """R of every head's own pattern and the gram of what it reads, from attention weights and plain hooks."""
+    model.set_attn_implementation("eager")
+    site = find_site(model, layer)
+    seen = {}
+    projections = {role: module for module, roles in site.projections() for role in roles}
+    hooks = [
+        projections["value"].register_forward_pre_hook(lambda module, args: seen.update(states=args[0])),
+        projections["output"].register_forward_hook(lambda module, args, output: seen.update(block=output)),
+    ]
+    output = model(**inputs, output_attentions=True)
+    (block,) = torch.autograd.grad(output.loss, seen["block"])
+    for hook in hooks:
+        hook.remove()
+    model.set_attn_implementation("sdpa")
+    states = seen["states"]
+    if projections["value"].bias is not None:
+        states = torch.cat((states, torch.ones_like(states[..., :1])), -1)
+    gradients, grams = [], []
+    for head in range(site.attention.n_heads):
+        gradient, gram = 0.0, 0.0
+        for index, mask in enumerate(inputs["attention_mask"].bool()):
+            read = (output.attentions[layer][index, head] @ states[index])[mask]
+            gradient = gradient + read.T @ block[index][mask]
+            gram = gram + read.T @ read
+        gradients.append(gradient)
+        grams.append(gram)
+    return torch.stack(gradients).detach(), torch.stack(grams).detach()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "stock_class", "changes"),
+    [case for case in CASES if "reorder_and_upcast_attn" not in case[2]],  # the stock kernel has no float64 there
+    ids=str,
+)
+def test_circuits_equal_an_explicit_loop(model_type, stock_class, changes):
+    model = growable(model_type, stock_class, changes)
+    inputs = labelled(model)
+    found = exact_sums(model, [inputs], held_out=0.0, kinds=KINDS, columns=1, value_columns=1)
+    sites = growable_sites(model)
+    generator = torch.Generator().manual_seed(8)
+    outputs = [torch.randn(5, 3, 32, generator=generator).double() for _ in sites]
+    driving = driving_inputs(Passes(model), sites, [inputs], [(part[:-1], part[-1:]) for part in outputs])
+    heads, size = sites[0].attention.n_heads, len(inputs["input_ids"])
+    for layer in (0, 1):
+        gradient, gram = slow_circuit(model, inputs, layer)
+        assert relative_difference(found[layer].value_gradient[:heads] / size, gradient) < 1e-5
+        assert relative_difference(found[layer].pattern_gram[:heads], gram) < 1e-5
+        groups = sites[layer].attention.n_kv_heads
+        expected = (gradient @ outputs[layer][:-1].mT).reshape(groups, -1, *gradient.shape[1:2], 3).sum(1)
+        assert relative_difference(driving[layer][:-1], expected) < 1e-5
+        uniform = found[layer].value_gradient[-1] / size @ outputs[layer][-1].T
+        assert relative_difference(driving[layer][-1], uniform) < 1e-5
+        values = [torch.randn(groups + 1, gradient.shape[1], 3, generator=generator).double() for _ in sites]
+        products = output_products(Passes(model), sites, [inputs], values, grams=True)[layer]
+        repeated = values[layer][:-1].repeat_interleave(heads // groups, dim=0)
+        assert relative_difference(products[0], repeated.mT @ gradient) < 1e-5
+        assert relative_difference(products[1][0], values[layer][-1].T @ found[layer].value_gradient[-1] / size) < 1e-5
+        assert relative_difference(products[2] * size, repeated.mT @ gram @ repeated) < 1e-5
+
+
+@every_case
+def test_the_first_order_change_of_new_value_columns_is_the_circuits_gradient(model_type, stock_class, changes):
+    """Finite differences through real new weights: value columns, and a head without scores."""
+    model = growable(model_type, stock_class, changes)
+    inputs = labelled(model)
+    sums = exact_sums(model, [inputs], held_out=0.0, kinds=KINDS, columns=1, value_columns=1)[1].mean()
+    blocks = read_blocks(find_site(model, 1))
+    generator = torch.Generator().manual_seed(9)
+    groups, inner, width = blocks["value"].shape
+    heads, size = blocks["query"].shape[0], 1e-5
+    value = torch.randn(groups, inner, width, generator=generator).double()
+    output = torch.randn(heads, width, 32, generator=generator).double()
+
+    def slope(change):
+        losses = []
+        for sign in (1, -1):
+            twin = copy.deepcopy(model)
+            change(twin, sign * size)
+            losses.append(loss_of(twin, inputs).item())
+        return (losses[0] - losses[1]) / (2 * size)
+
+    repeated = value.repeat_interleave(heads // groups, dim=0)
+    wanted = torch.einsum("hio,hik,hko->", sums.value_gradient[:-1], repeated, output)
+    found = slope(lambda twin, step: widen_value(twin, 1, width, value=value, output=step * output))
+    assert found == pytest.approx(float(wanted), rel=1e-2)
+    group = heads // groups
+    scores = {"query": blocks["query"][:group] * 0 + 1e-3, "key": blocks["key"][:1] * 0}
+    new = {**scores, "value": value[:1]}
+    wanted = torch.einsum("io,ik,hko->", sums.value_gradient[-1], value[0], output[:group])
+    found = slope(lambda twin, step: add_heads(twin, 1, 1, **new, output=step * output[:group]))
+    assert found == pytest.approx(float(wanted), rel=1e-2)
+
+
+@every_case
+def test_the_scores_of_a_new_head_have_the_gradient_that_finite_differences_show(model_type, stock_class, changes):
+    model = growable(model_type, stock_class, changes)
+    inputs = labelled(model)
+    sites = growable_sites(model)
+    blocks = read_blocks(sites[1])
+    group = blocks["query"].shape[0] // blocks["key"].shape[0]
+    generator = torch.Generator().manual_seed(10)
+    rotary = sites[1].attention.rotary_dim
+    value = torch.randn(1, *blocks["value"].shape[1:], generator=generator).double()
+    output = torch.randn(group, *blocks["output"].shape[1:], generator=generator).double()
+    query = torch.randn(group, blocks["query"].shape[1], 2, generator=generator).double()
+    key = torch.randn(1, blocks["key"].shape[1], 2, generator=generator).double()
+    heads = [NewHead(value, output)] * 2
+    product = score_products(Passes(model), sites, [inputs], [key] * 2, "key", heads)[1]
+    wanted = sites[1].attention.scaling * float((product * query).sum())
+    other = score_products(Passes(model), sites, [inputs], [query] * 2, "query", heads)[1]
+    assert sites[1].attention.scaling * float((other * key).sum()) == pytest.approx(wanted, rel=1e-6)
+    if rotary:
+        return  # real heads of rotary families have rotated columns; the symmetry above must do
+    zeros = torch.zeros_like(blocks["query"][:group])
+    columns = zeros.shape[-1]
+    grown = {}
+    # The loss is bilinear in the head's scores and output: a mixed difference has both to first order.
+    for signs in ((1, 1), (1, -1), (-1, 1), (-1, -1)):
+        twin = copy.deepcopy(model)
+        full_query, full_key = zeros.clone(), torch.zeros_like(blocks["key"][:1])
+        full_query[..., :2], full_key[..., :2] = signs[0] * 1e-3 * query, key
+        full_key[..., 2:] += 0 * columns
+        add_heads(twin, 1, 1, query=full_query, key=full_key, value=value, output=signs[1] * 1e-3 * output)
+        grown[signs] = loss_of(twin, inputs).item()
+    mixed = (grown[1, 1] - grown[1, -1] - grown[-1, 1] + grown[-1, -1]) / (4 * 1e-6)
+    assert mixed == pytest.approx(wanted, rel=2e-2)
+
+
+@every_case
+def test_a_sketch_as_wide_as_the_model_finds_what_the_exact_form_does(model_type, stock_class, changes):
+    model = growable(model_type, stock_class, changes)
+    batches = sequences_of(labelled(model, size=8, length=24))
+    numbers = {"columns": 20, "value_columns": 20, "oversampling": 13, "kinds": KINDS}
+    exact, sketch = (
+        collect_statistics(model, batches, CollectConfig(collection=form, **numbers)) for form in ("exact", "sketch")
+    )
+    for one, other in zip(exact.layers, sketch.layers, strict=True):
+        assert relative_difference(other.query_gram, one.query_gram) < 1e-9
+        assert relative_difference(other.columns.gains.sum(), one.columns.gains.sum()) < 1e-4
+        assert relative_difference(other.columns.held_out.sum(), one.columns.held_out.sum()) < 1e-3
+        assert relative_difference(other.values.gains[:, :20].sum(), one.values.gains.sum()) < 1e-3
+        assert relative_difference(other.uniform.gains[:, :20].sum(), one.uniform.gains.sum()) < 1e-3
+        assert float(other.bottleneck.sum()) == pytest.approx(float(one.bottleneck.sum()), rel=0.5)
+
+
+def test_statistics_are_saved_and_read_back(tmp_path):
+    model = make_growable(causal_model("llama"))
+    config = CollectConfig(collection="exact", kinds=KINDS, columns=2, value_columns=2)
+    found = collect_statistics(model, [labelled(model, size=8)], config)
+    found.save(tmp_path / "statistics.safetensors")
+    again = Statistics.load(tmp_path / "statistics.safetensors")
+    assert again.config == config and again.steps == found.steps and again.summary() == found.summary()
+    for one, other in zip(found.layers, again.layers, strict=True):
+        assert torch.equal(one.columns.first, other.columns.first) and one.place == other.place
+        assert torch.equal(one.total().gradient, other.total().gradient)
+    assert [file.name for file in tmp_path.iterdir()] == ["statistics.safetensors"]
+    (tmp_path / "half").write_bytes((tmp_path / "statistics.safetensors").read_bytes()[:1000])
+    for name in ("half", "absent"):
+        with pytest.raises(HfGrowError, match="cannot be read as statistics"):
+            Statistics.load(tmp_path / name)
