@@ -48,12 +48,16 @@ class Collector:
 
     def sides(self, query_gram: Tensor, key_gram: Tensor, index: int) -> tuple[Side, Side]:
         """The query and the key side of a layer, with the span of the present columns."""
-        numerics = (self.config.inverse, self.config.cutoff, self.config.ridge)
         query, key = self.present[index]
-        first = linalg.side(query_gram, query, *numerics)
-        if query_gram.shape == key_gram.shape and torch.equal(query_gram, key_gram):
-            return first, Side(key_gram, first.factor, linalg.orthonormal(first.factor.mT @ key_gram @ key))
-        return first, linalg.side(key_gram, key, *numerics)
+        factor = self.whitening(query_gram)
+        first = linalg.side(query_gram, factor, query)
+        if query_gram.shape != key_gram.shape or not torch.equal(query_gram, key_gram):
+            factor = self.whitening(key_gram)
+        return first, linalg.side(key_gram, factor, key)
+
+    def whitening(self, gram: Tensor) -> Tensor:
+        """What whitens a gram, by the numerics of the config."""
+        return linalg.whitening(gram, self.config.inverse, self.config.cutoff, self.config.ridge)
 
     def searched(self, sides: tuple[Side, Side], index: int) -> tuple[Side, Side]:
         """The sides as the target wants them: outside the present columns, or anywhere."""

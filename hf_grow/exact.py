@@ -169,14 +169,12 @@ class ExactCollector(Collector):
         self, layer: AttentionStatistics, mean: AttentionSums, other: AttentionSums | None
     ) -> AttentionStatistics:
         assert mean.value_gradient is not None and mean.pattern_gram is not None
-        numerics = (self.config.inverse, self.config.cutoff, self.config.ridge)
         judged = None if other is None else other.value_gradient
         candidates = []
         for rows, groups in ((slice(None, -1), layer.place.n_kv_heads), (slice(-1, None), 1)):
             gradient, gram = mean.value_gradient[rows], mean.pattern_gram[rows]
             pooled = gram.reshape(groups, -1, *gram.shape[1:]).mean(1)
-            factor = linalg.whitening(pooled, *numerics)
-            value, output = linalg.value_directions(gradient, factor, self.circuit_rank(), groups)
+            value, output = linalg.value_directions(gradient, self.whitening(pooled), self.circuit_rank(), groups)
             held_out = None if judged is None else linalg.value_gains(judged[rows], value, output)
             candidates.append(Candidates(value, output, linalg.value_gains(gradient, value, output), held_out))
         return replace(layer, values=candidates[0], uniform=candidates[1])

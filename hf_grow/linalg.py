@@ -133,11 +133,9 @@ class Side:
         return whitened - self.basis @ (self.basis.mT @ whitened)
 
 
-def side(gram: Tensor, present: Tensor | None, method: str, cutoff: float, ridge: float) -> Side:
+def side(gram: Tensor, factor: Tensor, present: Tensor | None = None) -> Side:
     """A side whose columns are sought outside the span of the present weights (heads, inputs, columns), or anywhere."""
-    factor = whitening(gram, method, cutoff, ridge)
-    basis = None if present is None else orthonormal(factor.mT @ gram @ present)
-    return Side(gram, factor, basis)
+    return Side(gram, factor, None if present is None else orthonormal(factor.mT @ gram @ present))
 
 
 def orthonormal(columns: Tensor, tolerance: float | None = None) -> Tensor:

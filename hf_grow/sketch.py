@@ -89,12 +89,14 @@ def find_circuits(
     batches: Sequence[Sequence[Batch]],
     factors: Sequence[Tensor],
     width: int,
+    whitening: Callable[[Tensor], Tensor],
     generator: torch.Generator,
 ) -> tuple[list[Circuits], list[tuple[Tensor, Tensor]]]:
     """The best value columns and output rows of every attention module, and their gains on these data.
 
     In turns: which inputs drive the wanted outputs (RΨ), then the optimum among these (ΩᵀR and its metric). `factors`
-    whiten the inputs, which puts those that matter first; each entry of `batches` serves one product.
+    whiten the inputs, which puts those that matter first; `whitening` makes such factors of grams. Each entry of
+    `batches` serves one product.
     """
     outputs = [_random_outputs(site, factor, width, generator) for site, factor in zip(sites, factors, strict=True)]
     seen: list[list[Tensor]] = [[] for _ in sites]
@@ -103,7 +105,7 @@ def find_circuits(
             spans.append(factor.mT @ product)
         tried = [f @ torch.linalg.qr(torch.cat(spans, dim=-1)).Q for f, spans in zip(factors, seen, strict=True)]
         answers = output_products(passes, sites, second, tried, grams=True)
-        solved = [_best_among(span, *answer) for span, answer in zip(tried, answers, strict=True)]
+        solved = [_best_among(whitening, span, *answer) for span, answer in zip(tried, answers, strict=True)]
         outputs = [(part.output[:, :width], part.uniform_output[:, :width]) for part, _ in solved]
     return [part for part, _ in solved], [gains for _, gains in solved]
 
@@ -115,18 +117,25 @@ def _random_outputs(site: AttentionSite, like: Tensor, width: int, generator: to
 
 
 def _best_among(
-    span: Tensor, gradient: Tensor, uniform: Tensor, gram: Tensor, uniform_gram: Tensor
+    whitening: Callable[[Tensor], Tensor],
+    span: Tensor,
+    gradient: Tensor,
+    uniform: Tensor,
+    gram: Tensor,
+    uniform_gram: Tensor,
 ) -> tuple[Circuits, tuple[Tensor, Tensor]]:
     """The optimum among value columns in the span (key heads + 1, value inputs, k), and its gains."""
-    value, output, gains = _best(span[:-1], gradient, gram)
-    uniform_value, uniform_output, uniform_gains = _best(span[-1:], uniform, uniform_gram)
+    value, output, gains = _best(whitening, span[:-1], gradient, gram)
+    uniform_value, uniform_output, uniform_gains = _best(whitening, span[-1:], uniform, uniform_gram)
     return Circuits(value, output, uniform_value, uniform_output), (gains, uniform_gains)
 
 
-def _best(span: Tensor, gradient: Tensor, gram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _best(
+    whitening: Callable[[Tensor], Tensor], span: Tensor, gradient: Tensor, gram: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     groups, width = span.shape[0], span.shape[-1]
     pooled = gram.reshape(groups, -1, width, width).mean(1)
-    value, output = linalg.value_directions(gradient, linalg.whitening(pooled), width, groups)
+    value, output = linalg.value_directions(gradient, whitening(pooled), width, groups)
     return span @ value, output, linalg.value_gains(gradient, value, output)
 
 
@@ -216,7 +225,7 @@ class SketchCollector(Collector):
         width = min(width, *(min(place.inputs["value"], place.inputs["output"]) for place in self.places))
         phases = self._phases(2 * ((self.config.products + 1) // 2))
         factors = [self._value_factor(index) for index in range(len(layers))]
-        found, gains = find_circuits(self.passes, self.sites, phases, factors, width, self.generator)
+        found, gains = find_circuits(self.passes, self.sites, phases, factors, width, self.whitening, self.generator)
         judged: list = [(None, None)] * len(layers)
         if self.judging:
             values = [torch.cat((part.value, part.uniform_value)) for part in found]

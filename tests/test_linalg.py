@@ -30,8 +30,9 @@ def instance(seed, condition=100.0, size=6, tokens=12, heads=2):
 
 def sides(query_gram, key_gram, present=(None, None), **numerics):
     """Both sides of the scores, inverted without a cut-off unless told otherwise."""
-    numerics = {"method": "eigh", "cutoff": 1e-14, "ridge": 0.0, **numerics}
-    return linalg.side(query_gram, present[0], **numerics), linalg.side(key_gram, present[1], **numerics)
+    grams = (query_gram, key_gram)
+    factors = [linalg.whitening(gram, **{"cutoff": 1e-14, **numerics}) for gram in grams]
+    return tuple(linalg.side(*parts) for parts in zip(grams, factors, present, strict=True))
 
 
 def find(gradient, gram, rank, groups=1, metric="whitened", **kwargs):
