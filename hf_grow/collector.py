@@ -41,10 +41,10 @@ class Collector:
         return bool({"value_columns", "heads"} & set(self.config.kinds))
 
     def circuit_rank(self) -> int:
-        """How many value columns to look for: a new head takes as many as its layer is wide."""
-        wanted = self.config.value_columns if "value_columns" in self.config.kinds else 1
-        widest = max(place.value_dim for place in self.places) if "heads" in self.config.kinds else 1
-        return max(wanted, widest)
+        """How many value columns to look for: a new head takes as many as its layer is wide, behind those of others."""
+        wanted = self.config.value_columns if "value_columns" in self.config.kinds else 0
+        widest = max(place.value_dim for place in self.places) if "heads" in self.config.kinds else 0
+        return wanted + widest
 
     def sides(self, query_gram: Tensor, key_gram: Tensor, index: int) -> tuple[Side, Side]:
         """The query and the key side of a layer, with the span of the present columns."""

@@ -174,7 +174,8 @@ class _Planner:
 
     def __init__(self, statistics: Statistics, config: GrowthConfig) -> None:
         self.statistics, self.config = statistics, config
-        self.steps = statistics.steps
+        # A plain step has a length of its own, whose best value only the line search can tell.
+        self.steps = {"columns": 1.0} if config.strategy == "step" else statistics.steps
 
     def by_amount(self) -> list[Amounts]:
         """The amounts the config names for each layer, checked."""
