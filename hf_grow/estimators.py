@@ -85,8 +85,17 @@ class ExactMetric:
         """Solve for all sequences at once."""
         if passes.accelerator is not None and passes.accelerator.num_processes > 1:
             raise HfGrowError("estimator='exact' keeps every sequence's grams and runs on one process only.")
+        config = self.config
         gradients, query_grams, key_grams = (torch.stack(parts) for parts in (self.gradients, *self.grams))
-        return linalg.exact_step(gradients, query_grams, key_grams, self.config.ridge or 1e-6)
+        # In the coordinates that whiten the pooled grams, few iterations are enough.
+        query, key = (
+            linalg.whitening(grams.sum(0), config.inverse, config.cutoff, config.ridge)
+            for grams in (query_grams, key_grams)
+        )
+        whitened = linalg.exact_step(
+            query.mT @ gradients @ key, query.mT @ query_grams @ query, key.mT @ key_grams @ key, config.ridge or 1e-6
+        )
+        return query @ whitened @ key.mT
 
 
 ESTIMATOR_CLASSES: dict[str, type[PerSequence] | type[MeanInput] | type[ExactMetric]] = {

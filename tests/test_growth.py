@@ -181,18 +181,14 @@ def test_for_one_sequence_all_estimators_are_the_pooled_one():
     one = labelled(model, size=1, length=40)
     products = {}
     for estimator in ("pooled", "per_sequence", "mean_input", "exact"):
-        numerics = {"cutoff": 1e-9, "ridge": 1e-13 if estimator == "exact" else 0.0}
         config = CollectConfig(
-            collection="exact", estimator=estimator, columns=20, held_out=0.0, target="gradient", **numerics
+            collection="exact", estimator=estimator, columns=20, held_out=0.0, target="gradient", cutoff=1e-9
         )
         found = collect_statistics(model, [one], config).layers[1]
         products[estimator] = found.columns.first @ found.columns.second.mT
         products[estimator] /= products[estimator].norm()
-    for estimator in ("per_sequence", "mean_input"):
+    for estimator in ("per_sequence", "mean_input", "exact"):
         assert relative_difference(products[estimator], products["pooled"]) < 1e-4, estimator
-    # Conjugate gradients stop early along inputs that hardly vary.
-    cosine = torch.nn.functional.cosine_similarity(products["exact"].flatten(), products["pooled"].flatten(), dim=0)
-    assert cosine > 0.95
 
 
 def test_mean_input_refuses_padding():
