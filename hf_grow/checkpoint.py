@@ -6,7 +6,7 @@ import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,12 @@ def save_grown(
     tokenizer: Any = None,
     overwrite: bool = False,
     max_shard_size: int | str = "5GB",
+    extras: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write a grown model, its code, history and card (and tokenizer) to a folder that appears all at once."""
+    """Write a grown model, its code, history and card (and tokenizer) to a folder that appears all at once.
+
+    `extras` may write more files into that folder before it gets its name.
+    """
     _require_growable(model)
     folder = check_out_folder(path, overwrite)
     with _replacing(folder) as aside:
@@ -39,6 +43,8 @@ def save_grown(
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
         write_model_card(model, aside)
+        if extras is not None:
+            extras(aside)
     return folder
 
 

@@ -49,15 +49,25 @@ class Collector:
     def sides(self, query_gram: Tensor, key_gram: Tensor, index: int) -> tuple[Side, Side]:
         """The query and the key side of a layer, with the span of the present columns."""
         query, key = self.present[index]
+        same = query_gram.shape == key_gram.shape and torch.equal(query_gram, key_gram)
         factor = self.whitening(query_gram)
-        first = linalg.side(query_gram, factor, query)
-        if query_gram.shape != key_gram.shape or not torch.equal(query_gram, key_gram):
-            factor = self.whitening(key_gram)
-        return first, linalg.side(key_gram, factor, key)
+        first = linalg.side(linalg.ridged(query_gram, self.config.ridge), factor, query)
+        factor = factor if same else self.whitening(key_gram)
+        return first, linalg.side(linalg.ridged(key_gram, self.config.ridge), factor, key)
 
     def whitening(self, gram: Tensor) -> Tensor:
         """What whitens a gram, by the numerics of the config."""
         return linalg.whitening(gram, self.config.inverse, self.config.cutoff, self.config.ridge)
+
+    def pattern_whitening(self, gram: Tensor, key_gram: Tensor, span: Tensor | None = None) -> Tensor:
+        """What whitens the gram of what heads read, or its part in a span of inputs (…, inputs, k).
+
+        Its ridge is relative to the gram of the inputs, so that it means the same for every pattern and every span.
+        """
+        size = self.config.ridge * key_gram.diagonal().mean()
+        identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+        ridge = size * (identity if span is None else span.mT @ span)
+        return linalg.whitening(gram + ridge, self.config.inverse, self.config.cutoff)
 
     def searched(self, sides: tuple[Side, Side], index: int) -> tuple[Side, Side]:
         """The sides as the target wants them: outside the present columns, or anywhere."""

@@ -30,13 +30,16 @@ class CollectConfig:
     columns        how many query/key columns per head to look for; value_columns likewise
     oversampling   how many more the sketch carries along
     products       how many products with the gradient the sketch takes in turns, from either side
-    phases         "all": every product sees all batches; "split": each sees its own, one pass over the data in all
+    phases         "all": every product sees all batches; "split": each sees its own, one pass over the data in all,
+                   which finds much less unless there is a lot of data
     target         "bottleneck": what the present columns cannot express; "gradient": everything; None: the bottleneck,
                    but the gradient for rotated columns, whose span depends on the position
     metric         where a truncation to few columns is best: "whitened" (the optimum), "euclidean", "none"
     estimator      how many sequences make one step: "pooled", or with exact collection "per_sequence", "mean_input",
                    "exact"
-    inverse        how grams are inverted: "eigh", "pinv", "solve", "newton_schulz"; with cutoff and ridge
+    inverse        how grams are inverted: "eigh", "pinv", "solve", "newton_schulz"
+    cutoff, ridge  relative to a gram's largest and mean eigenvalue; a small ridge keeps columns along inputs that
+                   hardly vary from becoming large, which does better on other data
     held_out       the share of sequences that judge what the others chose; 0 for none
     max_batches    stop reading after so many batches; None for all
     """
@@ -46,14 +49,14 @@ class CollectConfig:
     columns: int = 8
     value_columns: int = 8
     oversampling: int = 8
-    products: int = 3
+    products: int = 5
     phases: str = "all"
     target: str | None = None
     metric: str = "whitened"
     estimator: str = "pooled"
     inverse: str = "eigh"
     cutoff: float = 1e-6
-    ridge: float = 0.0
+    ridge: float = 0.03
     held_out: float = 0.25
     max_batches: int | None = None
     seed: int = 0

@@ -174,7 +174,8 @@ class ExactCollector(Collector):
         for rows, groups in ((slice(None, -1), layer.place.n_kv_heads), (slice(-1, None), 1)):
             gradient, gram = mean.value_gradient[rows], mean.pattern_gram[rows]
             pooled = gram.reshape(groups, -1, *gram.shape[1:]).mean(1)
-            value, output = linalg.value_directions(gradient, self.whitening(pooled), self.circuit_rank(), groups)
+            factor = self.pattern_whitening(pooled, mean.key_gram)
+            value, output = linalg.value_directions(gradient, factor, self.circuit_rank(), groups)
             held_out = None if judged is None else linalg.value_gains(judged[rows], value, output)
             candidates.append(Candidates(value, output, linalg.value_gains(gradient, value, output), held_out))
         return replace(layer, values=candidates[0], uniform=candidates[1])

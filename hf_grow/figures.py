@@ -82,21 +82,21 @@ def plot_bottleneck(statistics: Summary, file: File) -> None:
     widest = max(len(row) for row in rows)
     both = name == "bottleneck"
     cell = min(0.42, 7.0 / widest)
-    size = ((2 if both else 1) * (1.9 + max(2.0, cell * widest)), 1.6 + max(1.2, min(0.3, 11 / len(rows)) * len(rows)))
+    size = ((2 if both else 1) * (1.9 + max(2.0, cell * widest)), 1.6 + max(1.5, min(0.3, 11 / len(rows)) * len(rows)))
     figure = _figure(size)
     panels = figure.subplots(1, 2 if both else 1, squeeze=False, sharey=True)[0]
     if both:
         total = sum(sum(row) for row in rows)
-        _heat_map(panels[0], [[value / total for value in row] for row in rows], "share of the model's bottleneck")
+        _heat_map(panels[0], [[value / total for value in row] for row in rows], "of the model's bottleneck")
         panels[0].set_title("Where columns are missing")
         needs = [_ratios(row, layer["wanted"]) for row, layer in zip(rows, layers, strict=True)]
-        _heat_map(panels[1], needs, "share of the head's wanted change", most=1.0)
+        _heat_map(panels[1], needs, "of the head's wanted change", most=1.0)
         panels[1].set_title("What only growth can express")
     else:
         _heat_map(panels[0], rows, "expected decrease (nats)", percent=False)
         panels[0].set_title(f"What new {KIND_NAMES[name]} promise")
     _layer_ticks(panels[0], layers)
-    figure.savefig(file, dpi=130)
+    _save(figure, file)
 
 
 def _ratios(part: Sequence[float], whole: Sequence[float]) -> list[float]:
@@ -196,7 +196,7 @@ def plot_spectra(statistics: Summary, file: File) -> None:
         _signed_log(panels, [value for line in lines for values in line if values is not None for value in values])
         panels[0].set_ylabel("expected decrease (nats)")
     _name_lines(figure, grid, layers)
-    figure.savefig(file, dpi=130)
+    _save(figure, file)
 
 
 def _signed_log(panels: Sequence[Axes], values: Sequence[float]) -> None:
@@ -279,8 +279,8 @@ def plot_line_search(report: Summary, file: File) -> None:
     axes.set_ylabel("loss (nats)")
     axes.set_title("How far to step", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
-    figure.savefig(file, dpi=130)
+    axes.legend(fontsize=8, framealpha=0.9, edgecolor="none")
+    _save(figure, file)
 
 
 def _visible(losses: Sequence[float], before: float) -> tuple[float, float]:
@@ -328,7 +328,7 @@ def plot_expected(statistics: Summary, file: File) -> None:
     bottom.tick_params(axis="x", labelsize=9 if len(layers) <= 30 else 7)
     bottom.set_xlabel(layer_axis(layers))
     bottom.set_xlim(-0.6, len(layers) - 0.4)
-    figure.savefig(file, dpi=130)
+    _save(figure, file)
 
 
 def _offer_bars(axes: Axes, layers: Sequence[Summary]) -> None:
@@ -376,3 +376,8 @@ def _figure(size: tuple[float, float]) -> Figure:
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def _save(figure: Figure, file: File) -> None:
+    # Without the name and address that matplotlib writes into every file.
+    figure.savefig(file, dpi=130, format="png", metadata={"Software": None})

@@ -44,12 +44,17 @@ def symmetric_power(gram: Tensor, power: float, cutoff: float = 1e-6, ridge: flo
 
     The ridge is relative to the mean eigenvalue.
     """
-    values, vectors = torch.linalg.eigh(gram)
+    values, vectors = torch.linalg.eigh(ridged(gram, ridge))
     values = values.clamp(min=0)
-    values = values + ridge * values.mean(-1, keepdim=True)
     kept = values > cutoff * values.amax(-1, keepdim=True)
     powered = torch.where(kept, values, torch.ones_like(values)) ** power * kept
     return (vectors * powered[..., None, :]) @ vectors.mT
+
+
+def ridged(gram: Tensor, ridge: float) -> Tensor:
+    """gram + ridge · mean eigenvalue · I."""
+    mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    return gram + ridge * mean * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
 
 
 def inverse_root_newton_schulz(gram: Tensor, ridge: float = 1e-6, steps: int = 40) -> Tensor:
@@ -57,12 +62,10 @@ def inverse_root_newton_schulz(gram: Tensor, ridge: float = 1e-6, steps: int = 4
 
     The ridge bounds the condition number, on which the number of steps needed depends.
     """
-    size = gram.shape[-1]
-    identity = torch.eye(size, dtype=gram.dtype, device=gram.device)
-    mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    ridged = gram + ridge * mean * identity
-    scale = torch.linalg.matrix_norm(ridged)[..., None, None].clamp(min=torch.finfo(gram.dtype).tiny)
-    root, inverse = ridged / scale, identity.expand_as(ridged)
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    gram = ridged(gram, ridge)
+    scale = torch.linalg.matrix_norm(gram)[..., None, None].clamp(min=torch.finfo(gram.dtype).tiny)
+    root, inverse = gram / scale, identity.expand_as(gram)
     for _ in range(steps):
         correction = 1.5 * identity - 0.5 * inverse @ root
         root, inverse = root @ correction, correction @ inverse
@@ -73,13 +76,11 @@ def inverse(gram: Tensor, method: str = "eigh", cutoff: float = 1e-6, ridge: flo
     """The pseudo-inverse of a gram; `solve` needs full rank or a ridge, and is refused without."""
     if method == "eigh":
         return symmetric_power(gram, -1.0, cutoff, ridge)
-    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    ridged = gram + ridge * mean * identity
     if method == "pinv":
-        return torch.linalg.pinv(ridged, rtol=cutoff, hermitian=True)
+        return torch.linalg.pinv(ridged(gram, ridge), rtol=cutoff, hermitian=True)
     if method == "solve":
-        return torch.cholesky_solve(identity.expand_as(ridged), _cholesky(ridged))
+        identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+        return torch.cholesky_solve(identity.expand_as(gram), _cholesky(ridged(gram, ridge)))
     if method == "newton_schulz":
         root = inverse_root_newton_schulz(gram, max(ridge, cutoff))
         return root @ root
@@ -100,9 +101,8 @@ def whitening(gram: Tensor, method: str = "eigh", cutoff: float = 1e-6, ridge: f
     if method == "newton_schulz":
         return inverse_root_newton_schulz(gram, max(ridge, cutoff))
     if method == "solve":
-        mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
         identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-        lower = _cholesky(gram + ridge * mean * identity)
+        lower = _cholesky(ridged(gram, ridge))
         return torch.linalg.solve_triangular(lower.mT, identity.expand_as(gram), upper=True)
     return symmetric_power(inverse(gram, method, cutoff, ridge), 0.5, cutoff=0.0)
 

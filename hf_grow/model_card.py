@@ -9,6 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 PLOT_FILE = "growth.png"
+KINDS = {"columns": "query/key column", "value_columns": "value column", "heads": "head"}
 TEMPLATE = """---
 {metadata}
 ---
@@ -59,17 +60,71 @@ def write_model_card(model: Any, folder: Path) -> None:
         rows="\n".join(_row(layer) for layer in summary["layers"]),
         parameters=summary["parameters"],
         plot=PLOT_FILE,
-        events="\n".join(f"- {describe_event(event)}" for event in summary["events"]) or "Nothing yet.",
+        events="\n".join(_event_lines(event) for event in summary["events"]) or "Nothing yet.",
     )
     ModelCard(text).save(folder / "README.md")
 
 
 def describe_event(event: dict) -> str:
     """One growth event in words."""
+    if event["kind"] == "growth" and "layers" in event:
+        return _describe_growth(event)
     what = event["kind"].replace("query_key", "query/key").replace("_", " ")
     if "count" not in event:
         return what
     return f"{event['count']:+d} {what} in the {event['attention']}-attention of layer {event['layer']}"
+
+
+def _describe_growth(event: dict) -> str:
+    """What was added in how many layers, what it cost and what it did to the loss."""
+    layers = event["layers"]
+    strategy = event.get("config", {}).get("strategy", "append")
+    parts = [text for kind, name in KINDS.items() if (text := _amounts([layer.get(kind, 0) for layer in layers], name))]
+    if strategy == "step":
+        parts = [f"a step of the query/key columns in {_count(len(layers), 'layer')}"]
+    elif strategy == "refactor":
+        parts = [f"all query/key columns anew in {_count(len(layers), 'layer')}", *parts]
+    text = f"growth by {', '.join(parts) or 'nothing'}: {event.get('parameters_added', 0):+,} parameters"
+    before, after = event.get("loss_before"), event.get("loss_after")
+    if before is not None and after is not None:
+        text += f", loss {before:.4f} → {after:.4f}"
+    return f"{text} ({event.get('form', 'form not recorded')})"
+
+
+def _amounts(amounts: list[int], name: str) -> str | None:
+    """Of one kind, how much in how many layers; None where nothing."""
+    found = sorted(amount for amount in amounts if amount)
+    if not found:
+        return None
+    most = _count(found[-1], name) if name == "head" else f"{_count(found[-1], name)} per head"
+    return (most if found[0] == found[-1] else f"{found[0]} to {most}") + f" in {_count(len(found), 'layer')}"
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}" + ("" if abs(number) == 1 else "s")
+
+
+def _event_lines(event: dict) -> str:
+    """An event in the list of the card; growth by a plan with a table of its layers."""
+    line = f"- {describe_event(event)}"
+    if event["kind"] != "growth" or not event.get("layers"):
+        return line
+    head = ["layer", "attention", "query/key columns", "value columns", "heads", "patterns of new heads"]
+    head += ["expected decrease of the loss, held out"]
+    rows = [head, ["---"] * len(head), *(_growth_row(layer) for layer in event["layers"])]
+    # Indented, a table belongs to its place in the list.
+    return "\n".join([line, "", *("  | " + " | ".join(row) + " |" for row in rows), ""])
+
+
+def _growth_row(layer: dict) -> list[str]:
+    held_out = layer.get("expected_decrease", {}).get("held_out")
+    return [
+        str(layer["layer"]),
+        str(layer["kind"]),
+        *(f"{layer.get(kind, 0):+d}" if layer.get(kind) else "" for kind in KINDS),
+        ", ".join(layer.get("head_patterns", [])),
+        "" if held_out is None else f"{held_out:.2g}",
+    ]
 
 
 def plot_sizes(summary: dict, file: Path) -> None:

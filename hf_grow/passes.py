@@ -19,6 +19,8 @@ from hf_grow.observe import Observer
 logger = logging.getLogger("hf_grow")
 
 Batch = Mapping[str, Any]
+# Multiples of this, modulo one, fill the interval evenly and never repeat.
+GOLDEN = (5**0.5 - 1) / 2
 # What a model raises on a batch that does not fit it.
 UNFIT = (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError)
 
@@ -181,14 +183,14 @@ def read_batches(batches: Iterable[Batch], most: int | None = None) -> list[Batc
 def split_sequences(batches: Sequence[Batch], share: float) -> tuple[list[Batch], list[Batch]]:
     """Batches of the sequences that choose and batches of those that judge, a `share` of all, evenly spread.
 
-    Which are which does not depend on how sequences are grouped into batches.
+    Which are which does not depend on how sequences are grouped into batches, and follows no period of the data.
     """
     choosing: list[Batch] = []
     judging: list[Batch] = []
     start = 0
     for batch in batches:
         size = batch_size(batch)
-        judges = torch.tensor([int((start + i + 1) * share) > int((start + i) * share) for i in range(size)])
+        judges = torch.tensor([(start + i + 1) * GOLDEN % 1 < share for i in range(size)])
         start += size
         for rows, part in ((~judges, choosing), (judges, judging)):
             if bool(rows.all()):

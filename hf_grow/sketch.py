@@ -83,20 +83,23 @@ class Circuits:
         return (gradient * self.output).sum(-1), (uniform_gradient * self.uniform_output).sum(-1)
 
 
+Solved = tuple[Circuits, tuple[Tensor, Tensor]]
+
+
 def find_circuits(
     passes: Passes,
     sites: Sequence[AttentionSite],
     batches: Sequence[Sequence[Batch]],
     factors: Sequence[Tensor],
     width: int,
-    whitening: Callable[[Tensor], Tensor],
+    solve: Callable[[int, Tensor, list[Tensor]], Solved],
     generator: torch.Generator,
-) -> tuple[list[Circuits], list[tuple[Tensor, Tensor]]]:
+) -> list[Solved]:
     """The best value columns and output rows of every attention module, and their gains on these data.
 
     In turns: which inputs drive the wanted outputs (RΨ), then the optimum among these (ΩᵀR and its metric). `factors`
-    whiten the inputs, which puts those that matter first; `whitening` makes such factors of grams. Each entry of
-    `batches` serves one product.
+    whiten the inputs, which puts those that matter first; `solve` finds the optimum of a layer for value columns Ω.
+    Each entry of `batches` serves one product.
     """
     outputs = [_random_outputs(site, factor, width, generator) for site, factor in zip(sites, factors, strict=True)]
     seen: list[list[Tensor]] = [[] for _ in sites]
@@ -105,38 +108,15 @@ def find_circuits(
             spans.append(factor.mT @ product)
         tried = [f @ torch.linalg.qr(torch.cat(spans, dim=-1)).Q for f, spans in zip(factors, seen, strict=True)]
         answers = output_products(passes, sites, second, tried, grams=True)
-        solved = [_best_among(whitening, span, *answer) for span, answer in zip(tried, answers, strict=True)]
+        solved = [solve(index, span, answer) for index, (span, answer) in enumerate(zip(tried, answers, strict=True))]
         outputs = [(part.output[:, :width], part.uniform_output[:, :width]) for part, _ in solved]
-    return [part for part, _ in solved], [gains for _, gains in solved]
+    return solved
 
 
 def _random_outputs(site: AttentionSite, like: Tensor, width: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     outputs = input_sizes(site)["output"]
     random = torch.randn(site.attention.n_heads + 1, width, outputs, generator=generator).to(like)
     return random[:-1], random[-1:]
-
-
-def _best_among(
-    whitening: Callable[[Tensor], Tensor],
-    span: Tensor,
-    gradient: Tensor,
-    uniform: Tensor,
-    gram: Tensor,
-    uniform_gram: Tensor,
-) -> tuple[Circuits, tuple[Tensor, Tensor]]:
-    """The optimum among value columns in the span (key heads + 1, value inputs, k), and its gains."""
-    value, output, gains = _best(whitening, span[:-1], gradient, gram)
-    uniform_value, uniform_output, uniform_gains = _best(whitening, span[-1:], uniform, uniform_gram)
-    return Circuits(value, output, uniform_value, uniform_output), (gains, uniform_gains)
-
-
-def _best(
-    whitening: Callable[[Tensor], Tensor], span: Tensor, gradient: Tensor, gram: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    groups, width = span.shape[0], span.shape[-1]
-    pooled = gram.reshape(groups, -1, width, width).mean(1)
-    value, output = linalg.value_directions(gradient, whitening(pooled), width, groups)
-    return span @ value, output, linalg.value_gains(gradient, value, output)
 
 
 class SketchCollector(Collector):
@@ -225,7 +205,8 @@ class SketchCollector(Collector):
         width = min(width, *(min(place.inputs["value"], place.inputs["output"]) for place in self.places))
         phases = self._phases(2 * ((self.config.products + 1) // 2))
         factors = [self._value_factor(index) for index in range(len(layers))]
-        found, gains = find_circuits(self.passes, self.sites, phases, factors, width, self.whitening, self.generator)
+        solved = find_circuits(self.passes, self.sites, phases, factors, width, self._best_circuits, self.generator)
+        found, gains = [part for part, _ in solved], [gain for _, gain in solved]
         judged: list = [(None, None)] * len(layers)
         if self.judging:
             values = [torch.cat((part.value, part.uniform_value)) for part in found]
@@ -239,6 +220,20 @@ class SketchCollector(Collector):
             )
             for layer, part, gain, held_out in zip(layers, found, gains, judged, strict=True)
         ]
+
+    def _best_circuits(self, index: int, span: Tensor, answer: list[Tensor]) -> Solved:
+        """The optimum among value columns in the span (key heads + 1, value inputs, k), and its gains."""
+        gradient, uniform_gradient, gram, uniform_gram = answer
+        value, output, gains = self._best(index, span[:-1], gradient, gram)
+        uniform, uniform_output, uniform_gains = self._best(index, span[-1:], uniform_gradient, uniform_gram)
+        return Circuits(value, output, uniform, uniform_output), (gains, uniform_gains)
+
+    def _best(self, index: int, span: Tensor, gradient: Tensor, gram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        groups, width = span.shape[0], span.shape[-1]
+        pooled = gram.reshape(groups, -1, width, width).mean(1)
+        factor = self.pattern_whitening(pooled, self.all_sides[index][1].gram, span)
+        value, output = linalg.value_directions(gradient, factor, width, groups)
+        return span @ value, output, linalg.value_gains(gradient, value, output)
 
     def _value_factor(self, index: int) -> Tensor:
         """What whitens the value inputs: the keys' factor, as both read the same states."""

@@ -21,7 +21,7 @@ RANKS = [
     {"exact", "sketch", "plan"},
     {"collect"},
     {"insert"},
-    {"checkpoint", "figures"},
+    {"checkpoint", "figures", "html_report"},
     {"cli", "__init__", "__main__"},
 ]
 

@@ -34,7 +34,7 @@ def run(capsys, monkeypatch):
 def test_the_command_is_installed():
     done = subprocess.run([sys.executable, "-m", "hf_grow", "--help"], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0
-    assert all(command in done.stdout for command in ("patch", "inspect", "push", "demo"))
+    assert all(command in done.stdout for command in ("patch", "inspect", "analyze", "grow", "push", "demo"))
 
 
 def test_patch_saves_a_growable_model_and_prints_its_sizes(run, tmp_path):
@@ -160,8 +160,13 @@ def test_inspect_refuses_what_is_no_grown_checkpoint(run, tmp_path):
 
 
 def test_the_demo_runs(run, tmp_path):
-    printed = run("demo", "--out", tmp_path / "demo")
+    printed = run("demo", "--out", tmp_path / "demo", "--sequences", 8, "--steps", 12)
     assert "growable and stock logits are equal: True" in printed
     assert "reloaded logits are equal, bit for bit: True" in printed
+    assert "after the same finetuning" in printed and "\n  10 " in printed and "\n  12 " in printed
     assert {file.name for file in tmp_path.iterdir()} == {"demo"}
+    assert {"report.html", "line_search.png", "bottleneck.png", "growth_report.json"} <= {
+        file.name for file in (tmp_path / "demo").iterdir()
+    }
+    assert load_grown(tmp_path / "demo").growth_history["events"][-1]["kind"] == "growth"
     assert "exists and is not empty" in run("demo", "--out", tmp_path / "demo", code=2)

@@ -1,5 +1,6 @@
 """README code blocks and examples are run, so that they stay true."""
 
+import json
 import re
 import subprocess
 import sys
@@ -38,3 +39,16 @@ def test_the_attention_benchmark_prints_its_table():
     done = subprocess.run([*command, "--rounds", "2"], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "ungrown / stock" in done.stdout and "decoding" in done.stdout
+
+
+def test_the_collection_benchmark_prints_its_tables(tmp_path):
+    command = [sys.executable, ROOT / "scripts" / "bench_collect.py", "--layers", "1", "--lengths", "32", "64"]
+    shapes = ["--width", "64", "--heads", "4", "--vocabulary", "512", "--json", tmp_path / "rows.json"]
+    done = subprocess.run([*command, *shapes, "--rounds", "2"], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "key probes" in done.stdout and "32 → 64" in done.stdout and "training steps" in done.stdout
+    found = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
+    exact = {row["n"]: row["megabytes"] for row in found["steps"] if row["step"] == "exact"}
+    # Two leaves, scores and weights of 4 heads, at least: what is counted must contain them.
+    assert exact[64] - exact[32] > 3 * 4 * (64**2 - 32**2) * 4 / 2**20
+    assert {row["collection"] for row in found["solving"]} == {"sketch", "exact"}

@@ -138,7 +138,7 @@ def test_the_saved_model_is_the_grown_one(tmp_path):
 def test_refactor_grows_updates_and_shrinks(columns, collection):
     model = growable("gpt2", *CASES[0][1:])
     batches = sequences_of(labelled(model, size=12, length=40))
-    collect = CollectConfig(collection=collection, columns=4, target="gradient", cutoff=1e-10, held_out=0.0)
+    collect = CollectConfig(collection=collection, columns=4, target="gradient", cutoff=1e-10, ridge=0.0, held_out=0.0)
     statistics = collect_statistics(model, batches, collect)
     config = GrowthConfig(columns=columns, strategy="refactor", step_size=0.0)
     preserved = copy.deepcopy(model)
@@ -182,7 +182,7 @@ def test_for_one_sequence_all_estimators_are_the_pooled_one():
     products = {}
     for estimator in ("pooled", "per_sequence", "mean_input", "exact"):
         config = CollectConfig(
-            collection="exact", estimator=estimator, columns=20, held_out=0.0, target="gradient", cutoff=1e-9
+            collection="exact", estimator=estimator, columns=20, held_out=0.0, target="gradient", cutoff=1e-9, ridge=0.0
         )
         found = collect_statistics(model, [one], config).layers[1]
         products[estimator] = found.columns.first @ found.columns.second.mT

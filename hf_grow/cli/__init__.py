@@ -6,7 +6,7 @@ import sys
 import typer
 from rich.markup import escape
 
-from hf_grow.cli import demo, inspect, patch, push
+from hf_grow.cli import analyze, demo, grow, inspect, patch, push
 from hf_grow.cli.output import errors
 from hf_grow.errors import HfGrowError
 
@@ -18,6 +18,8 @@ app = typer.Typer(
 )
 app.command("patch")(patch.patch)
 app.command("inspect")(inspect.inspect)
+app.command("analyze")(analyze.analyze)
+app.command("grow")(grow.grow)
 app.command("push")(push.push)
 app.command("demo")(demo.demo)
 

@@ -6,12 +6,13 @@ from typing import Annotated
 import typer
 
 from hf_grow.checkpoint import inspect_checkpoint
+from hf_grow.cli.options import AsJson
 from hf_grow.cli.output import print_json, print_summary
 
 
 def inspect(
     folder: Annotated[Path, typer.Argument(help="A folder written by hf-grow.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the sizes, parameters and growth history of a grown checkpoint, and check that its weights are whole."""
     summary = inspect_checkpoint(folder)

@@ -5,23 +5,21 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import AutoConfig, AutoTokenizer
-from transformers.utils import CONFIG_NAME, cached_file
-from transformers.utils.hub import extract_commit_hash
 
-from hf_grow.checkpoint import check_loading, check_out_folder, clear_errors, save_grown
+from hf_grow.checkpoint import check_out_folder, save_grown
+from hf_grow.cli.loading import commit_of, load_stock, load_tokenizer
+from hf_grow.cli.options import AsJson, Overwrite, Revision
 from hf_grow.cli.output import console, print_json, print_summary
 from hf_grow.errors import HfGrowError
-from hf_grow.families import FAMILIES, family_of
 from hf_grow.patch import make_growable
 
 
 def patch(
     model: Annotated[str, typer.Argument(help="A Hub id or a local folder.")],
     out: Annotated[Path, typer.Option(help="Where to save the growable model.")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in --out.")] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the model.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    overwrite: Overwrite = False,
+    revision: Revision = None,
+    as_json: AsJson = False,
 ) -> None:
     """Make a pretrained model growable and save it, its outputs checked against the stock model's."""
     check_out_folder(out, overwrite)
@@ -41,37 +39,6 @@ def patch(
         return
     print_summary(summary, f"{model} is growable")
     console.print(f"outputs equal to the stock model's, bit for bit; saved in {out}", soft_wrap=True)
-
-
-def load_stock(name: str, revision: str | None) -> Any:
-    """The stock model with the task head it was saved with, float32 or as saved."""
-    with clear_errors(name):
-        config = AutoConfig.from_pretrained(name, revision=revision)
-        family: Any = family_of(config.model_type)
-        if config.model_type not in FAMILIES:
-            raise HfGrowError(f"{name} is growable already: see it with 'hf-grow inspect'.")
-        known = {stock.__name__: stock for stock in family.model_classes}
-        architecture = (config.architectures or [None])[0]
-        if architecture not in known:
-            raise HfGrowError(f"{name} was saved as {architecture!r}; known classes are {', '.join(sorted(known))}.")
-        model, info = known[architecture].from_pretrained(name, revision=revision, output_loading_info=True)
-    check_loading(name, info, config.num_hidden_layers)
-    return model.eval()
-
-
-def commit_of(name: str, revision: str | None) -> str | None:
-    """The commit of a model that came from the Hub, None for a local folder."""
-    return extract_commit_hash(cached_file(name, CONFIG_NAME, revision=revision), None)
-
-
-def load_tokenizer(name: str, revision: str | None) -> Any:
-    """The model's tokenizer, None where it has none."""
-    files = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-    found = (cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False) for file in files)
-    if not any(found):
-        return None
-    with clear_errors(f"The tokenizer of {name}"):
-        return AutoTokenizer.from_pretrained(name, revision=revision)
 
 
 def example_inputs(model: Any) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from hf_grow.checkpoint import push_grown
+from hf_grow.cli.options import AsJson
 from hf_grow.cli.output import console, print_json
 
 
@@ -17,7 +18,7 @@ def push(
     revision: Annotated[str | None, typer.Option(help="Branch to push to.")] = None,
     message: Annotated[str, typer.Option(help="Commit message.")] = "Upload grown model",
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Upload a grown checkpoint to the Hub in one commit."""
     address = push_grown(

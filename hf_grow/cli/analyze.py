@@ -1,0 +1,99 @@
+"""`hf-grow analyze`: where growth would help, as a table, JSON, figures and a page to read."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_grow.checkpoint import check_out_folder
+from hf_grow.cli import options
+from hf_grow.cli.loading import load_model, load_tokenizer, short_name
+from hf_grow.cli.output import console, print_facts, print_json, print_table, say, to_json
+from hf_grow.collect import collect_statistics
+from hf_grow.config import KINDS, CollectConfig
+from hf_grow.data import DataConfig, load_batches
+from hf_grow.errors import HfGrowError
+from hf_grow.html_report import HTML_FILE, reading, statistics_facts, statistics_table, write_bytes, write_report
+from hf_grow.statistics import Statistics
+
+
+def analyze(
+    model: options.Model,
+    data: options.Data,
+    kinds: Annotated[str, typer.Option(help="What may grow: any of these, with commas.")] = ",".join(KINDS),
+    columns: Annotated[int, typer.Option(help="Query/key columns to look for, per head.")] = CollectConfig.columns,
+    value_columns: Annotated[
+        int, typer.Option(help="Value columns to look for, per head.")
+    ] = CollectConfig.value_columns,
+    out: Annotated[Path | None, typer.Option(help="Write the numbers, figures and report.html to this folder.")] = None,
+    overwrite: options.Overwrite = False,
+    as_json: options.AsJson = False,
+    revision: options.Revision = None,
+    device: options.Device = None,
+    split: options.Split = DataConfig.split,
+    text_column: options.TextColumn = None,
+    label_column: options.LabelColumn = None,
+    length: options.Length = None,
+    batch_size: options.BatchSize = DataConfig.batch_size,
+    max_sequences: options.MaxSequences = options.MAX_SEQUENCES,
+    collection: options.Collection = CollectConfig.collection,
+    target: options.Target = CollectConfig.target,
+    metric: options.Metric = CollectConfig.metric,
+    estimator: options.Estimator = CollectConfig.estimator,
+    phases: options.Phases = CollectConfig.phases,
+    ridge: options.Ridge = CollectConfig.ridge,
+    seed: options.Seed = CollectConfig.seed,
+) -> None:
+    """Measure where the attention of a model lacks capacity for some data, and what growth there promises."""
+    config = CollectConfig(
+        collection=collection,
+        kinds=tuple(kind.strip() for kind in kinds.split(",") if kind.strip()),
+        columns=columns,
+        value_columns=value_columns,
+        phases=phases,
+        target=target,
+        metric=metric,
+        estimator=estimator,
+        ridge=ridge,
+        seed=seed,
+    )
+    wanted = DataConfig(split, text_column, label_column, length, batch_size, max_sequences, seed)
+    folder = None if out is None else check_analysis_folder(out, overwrite)
+    growable = load_model(model, revision, device)
+    batches = load_batches(data, load_tokenizer(model, revision), growable, config=wanted)
+    statistics = collect_statistics(growable, batches, config, progress=True)
+    if folder is not None:
+        write_analysis(folder, statistics, f"Where {short_name(model)} could grow for {short_name(data)}")
+    if as_json:
+        print_json(statistics.summary() | {"model": model, "data": data, "out": None if out is None else str(out)})
+    else:
+        print_analysis(statistics.summary(), f"{model} on {data}: expected decrease of the loss, in sample → held out")
+        if out is not None:
+            say(f"written to {out}; open {out / HTML_FILE}")
+
+
+def check_analysis_folder(out: Path, overwrite: bool) -> Path:
+    """The folder to write to; with `overwrite`, files of the same names in it are replaced and others stay."""
+    if not overwrite or not out.is_dir():
+        return check_out_folder(out, overwrite)
+    return out.resolve()
+
+
+def write_analysis(folder: Path, statistics: Statistics, title: str) -> None:
+    """Write the statistics for machines and for people."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HfGrowError(f"{folder} cannot be written: {error}") from error
+    summary = statistics.summary()
+    statistics.save(folder / "statistics.safetensors")
+    write_bytes(folder / "statistics.json", (to_json(summary) + "\n").encode())
+    write_report(folder, summary, title=title)
+
+
+def print_analysis(summary: dict, title: str) -> None:
+    """The table, what it says, and what was measured with."""
+    print_table(statistics_table(summary), title)
+    console.print(reading(summary), markup=False, highlight=False)
+    console.print()
+    print_facts(statistics_facts(summary))
