@@ -141,29 +141,25 @@ class _Insertion:
 
     def _search(self, full_rank: bool, per_layer: bool) -> None:
         assert self.batches is not None
-        trial = Trial(self.passes, self.sites, self.growths, self.batches, full_rank)
+        trial = Trial(self.passes, self.sites, self.growths, self.batches)
         before = self.found.curve[0.0]
         count = len(self.growths)
-        self.found = search(lambda multiple: trial.loss(self._steps([multiple] * count)), 1.0, before)
+        searched = replace(trial, full_rank=full_rank)
+        self.found = search(lambda multiple: searched.loss(self._steps([multiple] * count)), 1.0, before)
         self.multiples = [self.found.step] * count
-        if full_rank and self.found.step > 0:
-            self._shorten(Trial(self.passes, self.sites, self.growths, self.batches), before)
-        if not per_layer:
-            return
-        best = self.found.loss
-        for index in range(count):
+        best = self._shorten(trial, before) if full_rank and self.found.step > 0 else self.found.loss
+        for index in range(count if per_layer else 0):
             best = self._search_layer(trial, index, best)
 
-    def _shorten(self, trial: Trial, before: float) -> None:
-        """What is inserted has fewer columns than what was searched with: make sure that it lowers the loss too."""
-        self.found.curve = {0.0: before}
+    def _shorten(self, trial: Trial, before: float) -> float:
+        """The loss with what is inserted, which is less than what was searched with: its steps must lower the loss too."""
         for _ in range(12):
-            multiple = self.multiples[0]
-            self.found.curve[multiple] = trial.loss(self._steps(self.multiples))
-            if self.found.step > 0:
-                return
-            self.multiples = [multiple / 3] * len(self.multiples)
+            loss = trial.loss(self._steps(self.multiples))
+            if loss < before:
+                return loss
+            self.multiples = [multiple / 3 for multiple in self.multiples]
         self.multiples = [0.0] * len(self.multiples)
+        return before
 
     def _search_layer(self, trial: Trial, index: int, best: float) -> float:
         """One layer's own multiple, the others staying as they are; returns the loss with it."""

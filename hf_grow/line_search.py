@@ -69,22 +69,20 @@ def _parabola(curve: Mapping[float, float], best: float) -> float:
     return lowest if left < lowest < right and lowest != best else (best + right) / 2
 
 
+@dataclass
 class Trial:
-    """Growth of a whole model tried on batches."""
+    """Growth of a whole model tried on batches; with `full_rank` all of the wanted change of the scores is tried."""
 
-    def __init__(
-        self,
-        passes: Passes,
-        sites: Sequence[AttentionSite],
-        growths: Sequence[LayerGrowth],
-        batches: Sequence[Batch],
-        full_rank: bool = False,
-        what: str = "line search",
-    ) -> None:
-        self.passes, self.batches, self.full_rank, self.what = passes, batches, full_rank, what
-        by_name = {site.name: site for site in sites}
-        self.growths = growths
-        self.sites = [by_name[growth.place.name] for growth in growths]
+    passes: Passes
+    sites: Sequence[AttentionSite]
+    growths: Sequence[LayerGrowth]
+    batches: Sequence[Batch]
+    full_rank: bool = False
+    what: str = "line search"
+
+    def __post_init__(self) -> None:
+        by_name = {site.name: site for site in self.sites}
+        self.sites = [by_name[growth.place.name] for growth in self.growths]
         self.blocks = [read_blocks(site) for site in self.sites]
 
     def loss(self, steps: Sequence[Steps]) -> float:

@@ -123,11 +123,11 @@ class SketchCollector(Collector):
     """Solves from products with probes, phase by phase."""
 
     def layers(self) -> list[AttentionStatistics]:
-        grams = collect_grams(self.passes, self.sites, self.choosing)
-        self.all_sides = [self.sides(*pair, index) for index, pair in enumerate(grams)]
+        self.grams = collect_grams(self.passes, self.sites, self.choosing)
+        self.all_sides = [self.sides(*pair, index) for index, pair in enumerate(self.grams)]
         nothing = torch.zeros(0)
         found = [
-            AttentionStatistics(self.places[index], *grams[index], *self.present[index], nothing, nothing)
+            AttentionStatistics(self.places[index], *self.grams[index], *self.present[index], nothing, nothing)
             for index in range(len(self.sites))
         ]
         if "columns" in self.config.kinds:
@@ -231,7 +231,7 @@ class SketchCollector(Collector):
     def _best(self, index: int, span: Tensor, gradient: Tensor, gram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         groups, width = span.shape[0], span.shape[-1]
         pooled = gram.reshape(groups, -1, width, width).mean(1)
-        factor = self.pattern_whitening(pooled, self.all_sides[index][1].gram, span)
+        factor = self.pattern_whitening(pooled, self.grams[index][1], span)
         value, output = linalg.value_directions(gradient, factor, width, groups)
         return span @ value, output, linalg.value_gains(gradient, value, output)
 

@@ -8,7 +8,8 @@ away from training alone. One thread by default: of several, one that waits for 
 Memory: the highest sum of live tensors over two batches in a row above what was there before, counted exactly from
 every operation's results, what autograd keeps included, in a process of its own for each step. Workspaces inside a
 kernel are not seen; "resident" is the growth of the whole process at the longest length, which has them, on Linux.
-"order" is the power of n by which the last two differences between lengths grow, whatever stays constant.
+"order" is the power of n in the growth beside what stays constant: 1 where it is linear; exact collection is between
+that and 2, as the logits of a large vocabulary are linear too.
 
 Solving: all that collection computes outside the model, and the plan, for 12 layers and 8 columns, in training steps.
 """
@@ -260,7 +261,9 @@ def memory_entries(memory: dict[str, dict], step: str, n: int, lengths: list[int
         entries |= {"from": before, "growth": megabytes[step] / memory[step]["live"][before]}
     if n == max(lengths):
         entries["resident_megabytes"] = memory[step]["resident"]
-        entries["order"] = order([memory[step]["live"][length] for length in lengths], lengths)
+        # The peak of training moves, from the gradients of the embeddings at small n to the logits: it has no order.
+        live = [memory[step]["live"][length] for length in lengths]
+        entries["order"] = None if step == "training" else order(live, lengths)
     return entries
 
 
@@ -341,13 +344,13 @@ def print_steps(rows: list[dict], arguments: argparse.Namespace) -> None:
 def print_solving(solving: list[dict], arguments: argparse.Namespace) -> None:
     """The table of solving for people."""
     shapes = f"{SOLVING_LAYERS} layers, {arguments.width} wide, {arguments.heads} heads, {COLUMNS} columns"
-    step = f"{solving[0]['training_step']:.1f} s of 1 × {LENGTH} tokens"
-    table = Table(title=f"Solving: {shapes}; a training step takes {step}", title_justify="left")
-    for name in ("collection", "seconds", "training steps"):
+    table = Table(title=f"Solving: {shapes}", title_justify="left")
+    for name in ("", "seconds", "training steps"):
         table.add_column(name, justify="right")
+    table.add_row(f"a training step of 1 × {LENGTH} tokens", f"{solving[0]['training_step']:.1f}", "1.00")
     for row in solving:
-        scaled = f" ({EXACT_LAYERS} layers, scaled)" if row["collection"] == "exact" else ""
-        table.add_row(row["collection"] + scaled, f"{row['seconds']:.1f}", f"{row['training_steps']:.2f}")
+        scaled = f" ({EXACT_LAYERS} layers, scaled up)" if row["collection"] == "exact" else ""
+        table.add_row(f"solving, {row['collection']}{scaled}", f"{row['seconds']:.1f}", f"{row['training_steps']:.2f}")
     Console(width=120).print(table)
 
 

@@ -148,8 +148,10 @@ def minilm_classifier():
     torch.manual_seed(0)
     model = BertForSequenceClassification.from_pretrained(minilm_folder(), num_labels=2).eval()
     texts = ["\n".join(topics[name] for name in sorted(topics)), inspect.getsource(argparse)]
-    paragraphs = [[part for part in re.split(r"\n\s*\n", text) if 40 < len(part) < 200][:80] for text in texts]
+    generator = torch.Generator().manual_seed(0)
+    paragraphs = [[part for part in re.split(r"\n\s*\n", text) if 40 < len(part) < 200][:100] for text in texts]
     rows = [(text, label) for pair in zip(*paragraphs, strict=False) for label, text in enumerate(pair)]
+    rows = [rows[place] for place in torch.randperm(len(rows), generator=generator)]
     made = []
     for start in range(0, len(rows), 16):
         part = rows[start : start + 16]
@@ -159,11 +161,13 @@ def minilm_classifier():
         made.append({**inputs, "labels": torch.tensor([label for _, label in part])})
     with torch.no_grad():
         pooled = [model.bert(**{k: v for k, v in batch.items() if k != "labels"}).pooler_output for batch in made]
-    features, labels = torch.cat(pooled), torch.cat([batch["labels"] for batch in made])
+    # The fresh batches are fresh to the head too.
+    chosen = len(made) * 2 // 3
+    features, labels = torch.cat(pooled[:chosen]), torch.cat([batch["labels"] for batch in made[:chosen]])
     optimizer = torch.optim.Adam(model.classifier.parameters(), lr=0.02, weight_decay=1e-3)
     for _ in range(30):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model.classifier(features), labels).backward()
         optimizer.step()
     model.zero_grad()
-    return model, made[: len(made) * 2 // 3], made[len(made) * 2 // 3 :]
+    return model, made[:chosen], made[chosen:]
