@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from hf_grow.calibrate import calibrate
 from hf_grow.config import CollectConfig
 from hf_grow.exact import ExactCollector
 from hf_grow.modeling.growable_attention import AttentionSite
 from hf_grow.passes import Batch, Passes, growable_sites, read_batches, split_sequences
 from hf_grow.patch import check_site
-from hf_grow.plan import calibrate
 from hf_grow.sketch import SketchCollector
 from hf_grow.statistics import Statistics
 
@@ -52,7 +52,10 @@ def collect_statistics(
         loss=loss,
         seconds={"passes": passes.seconds, "solving": solved},
     )
-    return replace(statistics, calibrations=calibrate(statistics, passes, sites, judging or choosing))
+    measured = time.perf_counter()
+    calibrations = calibrate(statistics, passes, sites, judging or choosing)
+    seconds = {**statistics.seconds, "calibrating": time.perf_counter() - measured}
+    return replace(statistics, calibrations=calibrations, seconds=seconds)
 
 
 def split_batches(batches: Iterable[Batch], config: CollectConfig) -> tuple[list[Batch], list[Batch]]:

@@ -29,6 +29,7 @@ class Collector:
         self.passes, self.sites, self.choosing, self.judging, self.config = passes, sites, choosing, judging, config
         self.places = [place_of(site) for site in sites]
         self.present = [self._working(read_blocks(site)) for site in sites]
+        self.kinds = config.measured_kinds
         self.generator = torch.Generator().manual_seed(config.seed)
 
     @staticmethod
@@ -38,12 +39,12 @@ class Collector:
 
     @property
     def wants_circuits(self) -> bool:
-        return bool({"value_columns", "heads"} & set(self.config.kinds))
+        return bool({"value_columns", "heads"} & set(self.kinds))
 
     def circuit_rank(self) -> int:
         """How many value columns to look for: a new head takes as many as its layer is wide, behind those of others."""
-        wanted = self.config.value_columns if "value_columns" in self.config.kinds else 0
-        widest = max(place.value_dim for place in self.places) if "heads" in self.config.kinds else 0
+        wanted = self.config.value_columns if "value_columns" in self.kinds else 0
+        widest = max(place.value_dim for place in self.places) if "heads" in self.kinds else 0
         return wanted + widest
 
     def sides(self, query_gram: Tensor, key_gram: Tensor, index: int) -> tuple[Side, Side]:
@@ -72,12 +73,17 @@ class Collector:
     def searched(self, sides: tuple[Side, Side], index: int) -> tuple[Side, Side]:
         """The sides as the target wants them: outside the present columns, or anywhere."""
         target = self.config.target or ("gradient" if self.places[index].rotary_dim else "bottleneck")
-        return sides if target == "bottleneck" else (replace(sides[0], basis=None), replace(sides[1], basis=None))
+        return sides if target == "bottleneck" else free(sides)
 
     def rank(self, index: int) -> int:
         """How many query/key columns to look for in a layer."""
         inputs = self.places[index].inputs
         return min(self.config.columns + self.config.oversampling, inputs["query"], inputs["key"])
+
+
+def free(sides: tuple[Side, Side]) -> tuple[Side, Side]:
+    """Sides that leave nothing out."""
+    return replace(sides[0], basis=None), replace(sides[1], basis=None)
 
 
 def place_of(site: AttentionSite) -> Place:

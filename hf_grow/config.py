@@ -26,7 +26,8 @@ class CollectConfig:
     """How to measure where attention lacks capacity.
 
     collection     "sketch": through the model's own kernel, memory linear in the tokens; "exact": scores held
-    kinds          what may grow afterwards: "columns" (query/key), "value_columns", "heads"
+    kinds          what may grow afterwards: "columns" (query/key), "value_columns", "heads"; None: what `grow` was
+                   asked for, or columns
     columns        how many query/key columns per head to look for; value_columns likewise
     oversampling   how many more the sketch carries along
     products       how many products with the gradient the sketch takes in turns, from either side
@@ -45,7 +46,7 @@ class CollectConfig:
     """
 
     collection: str = "sketch"
-    kinds: tuple[str, ...] = ("columns",)
+    kinds: tuple[str, ...] | None = None
     columns: int = 8
     value_columns: int = 8
     oversampling: int = 8
@@ -69,11 +70,10 @@ class CollectConfig:
         one_of("inverse", self.inverse, INVERSES)
         if self.target is not None:
             one_of("target", self.target, TARGETS)
-        object.__setattr__(self, "kinds", (self.kinds,) if isinstance(self.kinds, str) else tuple(self.kinds))
-        for kind in self.kinds:
-            one_of("kinds", kind, KINDS)
-        if not self.kinds:
-            raise HfGrowError(f"kinds must name at least one of {', '.join(KINDS)}.")
+        if self.kinds is not None:
+            object.__setattr__(self, "kinds", (self.kinds,) if isinstance(self.kinds, str) else tuple(self.kinds))
+            for kind in self.kinds or ("",):
+                one_of("kinds", kind, KINDS)
         for name, least in (("columns", 1), ("value_columns", 1), ("oversampling", 0), ("products", 2), ("seed", 0)):
             whole(name, getattr(self, name), least)
         if self.max_batches is not None:
@@ -86,6 +86,11 @@ class CollectConfig:
             raise HfGrowError(
                 "The sketch knows metric='whitened' and estimator='pooled' only: use collection='exact' for others."
             )
+
+    @property
+    def measured_kinds(self) -> tuple[str, ...]:
+        """What this config measures."""
+        return ("columns",) if self.kinds is None else self.kinds
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_grow import linalg
-from hf_grow.collector import Collector
+from hf_grow.collector import Collector, free
 from hf_grow.estimators import ESTIMATOR_CLASSES, Estimator
 from hf_grow.growth import uniform_circuit
 from hf_grow.linalg import Side
@@ -41,6 +41,8 @@ def collect_sums(
                 sums[index] = sums[index].merge(seen.sums(sequences, values))
                 if estimators is not None:
                     seen.tell(estimators[index])
+                observer.forget()
+            del gradients, scores, block, seen
     return [_reduced(passes, part) for part in sums]
 
 
@@ -119,7 +121,7 @@ class ExactCollector(Collector):
         found = [self._solve(index, chosen[index], judged[index]) for index in range(len(self.sites))]
         if estimators is not None:
             found = [self._estimated(index, layer, estimators[index]) for index, layer in enumerate(found)]
-        return self._with_head_scores(found) if "heads" in self.config.kinds else found
+        return self._with_head_scores(found) if "heads" in self.kinds else found
 
     def _estimators(self) -> list[Estimator] | None:
         if self.config.estimator == "pooled":
@@ -129,29 +131,29 @@ class ExactCollector(Collector):
     def _solve(self, index: int, chosen: AttentionSums, judged: AttentionSums) -> AttentionStatistics:
         place, mean, other = self.places[index], chosen.mean(), judged.mean() if judged.sequences else None
         sides = self.sides(mean.query_gram, mean.key_gram, index)
-        free = (replace(sides[0], basis=None), replace(sides[1], basis=None))
+        whitened = linalg.whiten(mean.gradient, *free(sides))
         layer = AttentionStatistics(
             place=place,
             query_gram=mean.query_gram,
             key_gram=mean.key_gram,
             query=self.present[index][0],
             key=self.present[index][1],
-            wanted=linalg.whiten(mean.gradient, *free).square().sum((1, 2)),
-            bottleneck=linalg.whiten(mean.gradient, *sides).square().sum((1, 2)),
+            wanted=whitened.square().sum((1, 2)),
+            bottleneck=linalg.project(whitened, *sides).square().sum((1, 2)),
             sums=(chosen, judged),
         )
-        if "columns" in self.config.kinds:
-            layer = replace(layer, columns=self._columns(index, sides, mean.gradient, mean, other))
+        if "columns" in self.kinds:
+            layer = replace(layer, columns=self._columns(index, sides, whitened, mean, other))
         if self.wants_circuits:
             layer = self._with_circuits(layer, mean, other)
         return layer
 
     def _columns(
-        self, index: int, sides: tuple[Side, Side], gradient: Tensor, mean: AttentionSums, other: AttentionSums | None
+        self, index: int, sides: tuple[Side, Side], whitened: Tensor, mean: AttentionSums, other: AttentionSums | None
     ) -> Candidates:
         groups, metric = self.places[index].n_kv_heads, self.config.metric
         query, key = self.searched(sides, index)
-        found = linalg.directions(gradient, query, key, self.rank(index), groups=groups, metric=metric)
+        found = linalg.directions(whitened, query, key, self.rank(index), groups=groups, metric=metric)
         held_out = None if other is None else linalg.first_order_gains(other.gradient, found)
         return Candidates(found.query, found.key, linalg.first_order_gains(mean.gradient, found), held_out)
 
@@ -163,7 +165,8 @@ class ExactCollector(Collector):
         gradient = mean.query_gram @ estimator.step(self.passes) @ mean.key_gram
         sides = self.sides(mean.query_gram, mean.key_gram, index)
         other = judged.mean() if judged.sequences else None
-        return replace(layer, columns=self._columns(index, sides, gradient, mean, other))
+        whitened = linalg.whiten(gradient, *free(sides))
+        return replace(layer, columns=self._columns(index, sides, whitened, mean, other))
 
     def _with_circuits(
         self, layer: AttentionStatistics, mean: AttentionSums, other: AttentionSums | None
@@ -195,9 +198,8 @@ class ExactCollector(Collector):
         )
         found = []
         for index, (layer, gradient, other) in enumerate(zip(layers, gradients, judged, strict=True)):
-            query, key = self.sides(layer.query_gram, layer.key_gram, index)
-            sides = (replace(query, basis=None), replace(key, basis=None))
-            scores = linalg.directions(gradient, *sides, layer.place.query_key_dim, groups=1)
+            sides = free(self.sides(layer.query_gram, layer.key_gram, index))
+            scores = linalg.directions(linalg.whiten(gradient, *sides), *sides, layer.place.query_key_dim, groups=1)
             held_out = None if other is None else linalg.first_order_gains(other, scores)
             gains = linalg.first_order_gains(gradient, scores)
             found.append(replace(layer, uniform_scores=Candidates(scores.query, scores.key, gains, held_out)))

@@ -58,7 +58,7 @@ def collect_config(config: GrowthConfig, collect: CollectConfig | None = None) -
     if config.budget is None:
         columns, value_columns = (max(largest(amount), 1) for amount in (config.columns, config.value_columns))
         collect = replace(collect, kinds=config.kinds, columns=columns, value_columns=value_columns)
-    elif collect.kinds == CollectConfig().kinds:
+    elif collect.kinds is None:
         collect = replace(collect, kinds=config.kinds)
     if config.strategy != "append" and collect.target is None:
         collect = replace(collect, target="gradient")
@@ -152,7 +152,7 @@ class _Insertion:
             best = self._search_layer(trial, index, best)
 
     def _shorten(self, trial: Trial, before: float) -> float:
-        """The loss with what is inserted, which is less than what was searched with: its steps must lower the loss too."""
+        """The loss with what is inserted, fewer columns than were searched with: its steps must lower the loss too."""
         for _ in range(12):
             loss = trial.loss(self._steps(self.multiples))
             if loss < before:

@@ -198,29 +198,30 @@ def top_svd(matrix: Tensor, rank: int, products: int = 24) -> tuple[Tensor, Tens
 
 
 def whiten(gradient: Tensor, query: Side, key: Side) -> Tensor:
-    """M = A^{-1/2} T B^{-1/2}, in whose metric lengths are lengths of score changes, without what the sides leave out.
+    """M = A^{-1/2} T B^{-1/2}, where lengths are those of score changes, without what the sides leave out."""
+    return project(query.factor.mT @ gradient @ key.factor, query, key)
 
-    With bases this is the bottleneck (I − Π_Q) M (I − Π_K): what no change of the present columns can express.
-    """
-    heads = gradient.shape[0]
-    whitened = query.whiten(gradient) @ key.factor
+
+def project(whitened: Tensor, query: Side, key: Side) -> Tensor:
+    """(I − Π_Q) M (I − Π_K): with the bases of the present columns, what no change of them can express."""
+    whitened = query.project(whitened)
     if key.basis is None:
         return whitened
-    basis = repeat_groups(key.basis, heads)
+    basis = repeat_groups(key.basis, whitened.shape[0])
     return whitened - (whitened @ basis) @ basis.mT
 
 
 def directions(
-    gradient: Tensor, query: Side, key: Side, rank: int, *, groups: int, metric: str = "whitened"
+    whitened: Tensor, query: Side, key: Side, rank: int, *, groups: int, metric: str = "whitened"
 ) -> Directions:
-    """The best `rank` new columns for a score gradient (heads, query inputs, key inputs).
+    """The best `rank` new columns for a whitened score gradient (heads, query inputs, key inputs).
 
     `metric` is where the truncation is best: "whitened" in the size of the score change (the optimum), "euclidean" in
     that of A⁺TB⁺, "none" in that of T itself. What the sides' bases span is not sought again.
     """
     if metric not in METRICS:
         raise HfGrowError(f"metric must be one of {', '.join(METRICS)}, not {metric!r}.")
-    matrix = whiten(gradient, query, key)
+    matrix = project(whitened, query, key)
     if metric == "euclidean":
         return balanced(*grouped_svd(query.weights(matrix) @ key.factor.mT, groups, rank))
     if metric == "none":

@@ -45,6 +45,8 @@ class Observer:
     def __init__(self, site: AttentionSite) -> None:
         self.site = site
         self.inputs: dict[str, Tensor] = {}
+        self._source: tuple[Tensor, bool] | None = None
+        self._states: Any = None
         # What was added to the block's output, made by the kernel and used after the output projection.
         self.contribution: Tensor | None = None
 
@@ -65,8 +67,12 @@ class Observer:
             stack.callback(delattr, self.site.attention, "observer")
 
     def _keep_inputs(self, roles: tuple[str, ...], module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        states = with_bias(module, args[0].detach())
-        self.inputs.update(dict.fromkeys(roles, states))
+        """Projections that read the same states share one copy of them."""
+        has_bias = getattr(module, "bias", None) is not None
+        source = (args[0], has_bias)
+        if self._source is None or self._source[0] is not args[0] or self._source[1] != has_bias:
+            self._source, self._states = source, with_bias(args[0].detach(), has_bias)
+        self.inputs.update(dict.fromkeys(roles, self._states))
 
     def _add_contribution(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         contribution, self.contribution = self.contribution, None
@@ -88,6 +94,10 @@ class ExactObserver(Observer):
     def leaves(self) -> list[Tensor]:
         """The zeros that were added to the scores and to the block's output."""
         return [self.scores, self.block]
+
+    def forget(self) -> None:
+        """Let go of what is quadratic in the tokens."""
+        self.scores = self.block = self.weights = self.uniform = None
 
     def _add_contribution(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         self.block = torch.zeros_like(output, requires_grad=True)
@@ -183,11 +193,9 @@ def _through(read: Tensor, output: Tensor) -> Tensor:
     return read.flatten(2) @ output.flatten(0, 1).to(read.dtype)
 
 
-def with_bias(projection: Any, inputs: Tensor) -> Tensor:
+def with_bias(inputs: Tensor, has_bias: bool) -> Tensor:
     """(batch, tokens, inputs), with a last input of ones where the projection has a bias."""
-    if getattr(projection, "bias", None) is None:
-        return inputs
-    return torch.cat((inputs, torch.ones_like(inputs[..., :1])), dim=-1)
+    return torch.cat((inputs, torch.ones_like(inputs[..., :1])), dim=-1) if has_bias else inputs
 
 
 def input_sizes(site: AttentionSite) -> dict[str, int]:

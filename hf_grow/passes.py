@@ -52,6 +52,8 @@ class Passes:
                     skipped += 1
                 else:
                     yield batch, batch_size(batch), found
+                # Scores and their gradients are large: let go of them before the next batch makes more.
+                del found
         self._check_skipped(skipped, len(batches))
 
     def watch(

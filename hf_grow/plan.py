@@ -5,17 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from hf_grow import linalg
-from hf_grow.config import KINDS, CollectConfig, GrowthConfig, as_dict, from_dict
+from hf_grow.config import KINDS, GrowthConfig, as_dict, from_dict
 from hf_grow.errors import HfGrowError
-from hf_grow.growth import HeadGrowth, LayerGrowth, uniform_circuit
-from hf_grow.line_search import Trial, usual_step
-from hf_grow.modeling.growable_attention import AttentionSite
-from hf_grow.passes import Batch, Passes
-from hf_grow.statistics import AttentionStatistics, Calibration, Place, Statistics, read_tensors, write_tensors
+from hf_grow.growth import HeadGrowth, LayerGrowth
+from hf_grow.proposal import propose, slopes
+from hf_grow.statistics import AttentionStatistics, Place, Statistics, read_tensors, write_tensors
 
 
 @dataclass(frozen=True)
@@ -150,10 +145,10 @@ def plan_growth(statistics: Statistics, config: GrowthConfig, *, align: int | No
 
 
 def _check_collected(statistics: Statistics, config: GrowthConfig) -> None:
-    if config.budget is None and (missing := set(config.kinds) - set(statistics.config.kinds)):
+    if config.budget is None and (missing := set(config.kinds) - set(statistics.config.measured_kinds)):
         raise HfGrowError(
             f"The statistics know nothing of {', '.join(sorted(missing))}: collect with "
-            f"CollectConfig(kinds={(*statistics.config.kinds, *sorted(missing))})."
+            f"CollectConfig(kinds={(*statistics.config.measured_kinds, *sorted(missing))})."
         )
     rotary = any(layer.place.rotary_dim for layer in statistics.layers)
     if config.strategy != "append" and rotary:
@@ -247,7 +242,7 @@ class _Planner:
         layer = self.statistics.layers[index]
         now = self.layer(layer, amount)
         found = []
-        for kind in set(KINDS) & set(self.statistics.config.kinds):
+        for kind in set(KINDS) & set(self.statistics.config.measured_kinds):
             more = dict(amount) | {kind: amount[kind] + 1}
             self._align(layer, more)
             # A head that copies a pattern takes over its value columns; more of them would be the same again.
@@ -291,7 +286,7 @@ class _Planner:
         """First-order decrease at the planned steps, by kind."""
         if growth.strategy != "append":
             return {"columns": _replacing_decrease(layer, growth, self.steps.get("columns", 0.0))}
-        return {kind: self.steps.get(kind, 0.0) * slope for kind, slope in _slopes(layer, growth, which).items()}
+        return {kind: self.steps.get(kind, 0.0) * slope for kind, slope in slopes(layer, growth, which).items()}
 
 
 def _replacing_decrease(layer: AttentionStatistics, growth: LayerGrowth, step: float) -> float:
@@ -307,120 +302,6 @@ def _expected(plan: LayerPlan) -> float:
     expected = plan.expected(plan.in_sample if plan.held_out is None else plan.held_out)
     assert expected is not None
     return expected
-
-
-def propose(
-    layer: AttentionStatistics, amount: Mapping[str, int], config: GrowthConfig, collected: CollectConfig
-) -> LayerGrowth:
-    """The growth of one layer by these amounts."""
-    place, columns = layer.place, amount["columns"]
-    growth = LayerGrowth(place, config.strategy, query_key_dim=place.query_key_dim + columns)
-    if config.strategy != "append" or config.line_search == "full_rank":
-        query, key = _whole_change(layer, config, collected)
-        growth = replace(growth, change_query=query, change_key=key)
-    if config.strategy != "append":
-        return replace(growth, query_gram=layer.query_gram, key_gram=layer.key_gram)
-    if columns > 0 and layer.columns is not None:
-        query, key = layer.columns.first[..., :columns], layer.columns.second[..., :columns]
-        growth = replace(growth, query=query, key=key)
-    if (values := amount["value_columns"]) > 0 and layer.values is not None:
-        growth = replace(growth, value=layer.values.first[..., :values], output=layer.values.second[:, :values])
-    return replace(growth, heads=_best_heads(layer, amount["heads"], values, growth.query_key_dim))
-
-
-def _whole_change(layer: AttentionStatistics, config: GrowthConfig, collected: CollectConfig) -> tuple[Tensor, Tensor]:
-    """The wanted change without truncation as query and key columns: A⁺TB⁺ and the identity, or all the sketch has."""
-    if layer.sums is None:
-        if layer.columns is None:
-            raise HfGrowError("The statistics know nothing of columns: collect with kinds=('columns',).")
-        return layer.columns.first, layer.columns.second
-    mean = layer.sums[0].mean()
-    numerics = (collected.inverse, collected.cutoff, collected.ridge)
-    inverses = [linalg.inverse(gram, *numerics) for gram in (mean.query_gram, mean.key_gram)]
-    identity = torch.eye(mean.key_gram.shape[0], dtype=mean.key_gram.dtype, device=mean.key_gram.device)
-    return inverses[0] @ mean.gradient @ inverses[1], identity.expand(layer.place.n_kv_heads, -1, -1)
-
-
-def _best_heads(
-    layer: AttentionStatistics, count: int, value_columns: int, query_key_dim: int
-) -> tuple[HeadGrowth, ...]:
-    """The new heads whose patterns promise most."""
-    if count == 0 or layer.values is None or layer.uniform is None:
-        return ()
-    patterns: list[int | None] = [None, *range(layer.place.n_kv_heads)]
-    which = "gains" if layer.values.held_out is None else "held_out"
-    patterns.sort(key=lambda copy: -_head_gain(layer, copy, which, value_columns))
-    return tuple(_head(layer, copy, value_columns, query_key_dim) for copy in patterns[:count])
-
-
-def _head_gain(layer: AttentionStatistics, copy: int | None, which: str, skipped: int) -> float:
-    """First-order decrease for a step of one; the first value columns may be given to the present heads already."""
-    assert layer.values is not None and layer.uniform is not None
-    place = layer.place
-    if copy is None:
-        return float(getattr(layer.uniform, which)[:, : place.value_dim].sum())
-    group = place.n_heads // place.n_kv_heads
-    gains = getattr(layer.values, which)[copy * group : (copy + 1) * group]
-    return float(gains[:, skipped : skipped + place.value_dim].sum())
-
-
-def _head(layer: AttentionStatistics, copy: int | None, skipped: int, query_key_dim: int) -> HeadGrowth:
-    assert layer.values is not None and layer.uniform is not None
-    place, scores = layer.place, layer.uniform_scores
-    if copy is not None:
-        group, taken = place.n_heads // place.n_kv_heads, slice(skipped, skipped + place.value_dim)
-        output = layer.values.second[copy * group : (copy + 1) * group, taken]
-        return HeadGrowth(copy, layer.values.first[copy : copy + 1, :, taken], output)
-    head = HeadGrowth(None, *uniform_circuit(layer.uniform, place))
-    width = query_key_dim - place.rotary_dim
-    if scores is None or width == 0:
-        return head
-    return replace(head, query=scores.first[..., :width], key=scores.second[..., :width])
-
-
-def calibrate(
-    statistics: Statistics, passes: Passes, sites: Sequence[AttentionSite], batches: Sequence[Batch]
-) -> dict[str, Calibration]:
-    """For each kind the step for all layers at once that lowers the loss most on these batches; 0 where none does."""
-    found: dict[str, Calibration] = {}
-    for kind in statistics.config.kinds:
-        growths = [_sample(layer, kind, statistics.config) for layer in statistics.layers]
-        trial = Trial(passes, sites, growths, batches, what=f"step for {kind.replace('_', ' ')}")
-        line = trial.search(kind, {}, usual_step(growths, kind), statistics.loss)
-        slope = sum(_slope(layer, growth) for layer, growth in zip(statistics.layers, growths, strict=True))
-        found[kind] = Calibration(line.step, statistics.loss - line.loss, line.step * slope)
-        if kind == "heads" and line.step > 0 and any(head.query is not None for g in growths for head in g.heads):
-            start = usual_step(growths, "head_scores")
-            scores = trial.search("head_scores", {"heads": line.step}, start, line.loss)
-            found["head_scores"] = Calibration(scores.step, line.loss - scores.loss, 0.0)
-    return found
-
-
-def _slope(layer: AttentionStatistics, growth: LayerGrowth) -> float:
-    """First-order decrease for a step of one, on held-out data where there is any."""
-    judged = [part for part in (layer.columns, layer.values, layer.uniform) if part is not None]
-    which = "held_out" if all(part.held_out is not None for part in judged) else "gains"
-    return sum(_slopes(layer, growth, which).values())
-
-
-def _slopes(layer: AttentionStatistics, growth: LayerGrowth, which: str) -> dict[str, float]:
-    """First-order decrease for a step of one, by kind."""
-    found = {}
-    if layer.columns is not None and growth.query is not None:
-        found["columns"] = float(getattr(layer.columns, which)[:, : growth.count("columns")].sum())
-    if layer.values is not None and growth.value is not None:
-        found["value_columns"] = float(getattr(layer.values, which)[:, : growth.count("value_columns")].sum())
-    if growth.heads:
-        skipped = growth.count("value_columns")
-        found["heads"] = sum(_head_gain(layer, head.copy, which, skipped) for head in growth.heads)
-    return found
-
-
-def _sample(layer: AttentionStatistics, kind: str, collected: CollectConfig) -> LayerGrowth:
-    """As much of one kind as was asked to be collected."""
-    known = {"columns": layer.columns, "value_columns": layer.values}.get(kind)
-    amount = 1 if known is None else min(getattr(collected, kind), known.rank)
-    return propose(layer, dict.fromkeys(KINDS, 0) | {kind: amount}, GrowthConfig(columns=1), collected)
 
 
 def _layer_plan(content: dict) -> LayerPlan:

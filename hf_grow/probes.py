@@ -29,8 +29,10 @@ def collect_grams(
         for batch, size in stream:
             sequences += size
             for sums, observer in zip(grams, observers, strict=True):
-                for side, role in enumerate(("query", "key")):
-                    sums[side] = sums[side] + _gram(observer, batch, role)
+                query = _gram(observer, batch, "query")
+                shared = observer.inputs["key"] is observer.inputs["query"]
+                key = query if shared else _gram(observer, batch, "key")
+                sums[:] = [sums[0] + query, sums[1] + key]
     flat = [torch.as_tensor(part) for sums in grams for part in sums]
     *flat, count = passes.reduce([*flat, torch.tensor(float(sequences), dtype=torch.float64)])
     return [(flat[2 * i] / count, flat[2 * i + 1] / count) for i in range(len(sites))]

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from typing import Any
 
 
@@ -47,7 +48,13 @@ class GrowthReport:
 
     def summary(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return asdict(self) | {"parameters_added": self.parameters_added, "realised": self.realised}
+        # JSON has no number for a loss that is not finite.
+        curve = [(step, loss if isfinite(loss) else None) for step, loss in self.curve]
+        return asdict(self) | {
+            "curve": curve,
+            "parameters_added": self.parameters_added,
+            "realised": self.realised,
+        }
 
     def to_json(self) -> str:
         """The summary as text."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_grow import linalg
-from hf_grow.collector import Collector
+from hf_grow.collector import Collector, free
 from hf_grow.growth import uniform_circuit
 from hf_grow.linalg import Directions, Side
 from hf_grow.modeling.growable_attention import AttentionSite
@@ -130,11 +130,11 @@ class SketchCollector(Collector):
             AttentionStatistics(self.places[index], *self.grams[index], *self.present[index], nothing, nothing)
             for index in range(len(self.sites))
         ]
-        if "columns" in self.config.kinds:
+        if "columns" in self.kinds:
             found = self._with_columns(found)
         if self.wants_circuits:
             found = self._with_circuits(found)
-        return self._with_head_scores(found) if "heads" in self.config.kinds else found
+        return self._with_head_scores(found) if "heads" in self.kinds else found
 
     def _phases(self, count: int) -> list[list[Batch]]:
         """The batches for each of so many products: all, or a part of them each."""
@@ -244,7 +244,7 @@ class SketchCollector(Collector):
 
     def _with_head_scores(self, layers: list[AttentionStatistics]) -> list[AttentionStatistics]:
         heads = [NewHead(*uniform_circuit(layer.uniform, layer.place)) for layer in layers if layer.uniform]
-        sides = [(replace(query, basis=None), replace(key, basis=None)) for query, key in self.all_sides]
+        sides = [free(pair) for pair in self.all_sides]
         ranks = [
             min(place.query_key_dim + self.config.oversampling, place.inputs["query"], place.inputs["key"])
             for place in self.places

@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import dataclass, field, fields
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,11 @@ class Candidates:
         """How many there are."""
         return self.gains.shape[-1]
 
+    def total(self, which: str, count: int, skipped: int = 0, heads: slice = slice(None)) -> float:
+        """The "gains" or "held_out" gains of so many together; not a number where nothing was held out."""
+        gains = getattr(self, which)
+        return nan if gains is None else float(gains[heads, skipped : skipped + count].sum())
+
 
 @dataclass(frozen=True)
 class AttentionStatistics:
@@ -137,6 +143,23 @@ class AttentionStatistics:
         if self.sums is None:
             raise HfGrowError("Only exact collection keeps the sums: use CollectConfig(collection='exact').")
         return self.sums[0].merge(self.sums[1])
+
+    def head_gain(self, copy: int | None, which: str, skipped: int = 0) -> float:
+        """First-order decrease of a new head that copies a key head's pattern, or attends uniformly, for a step of one.
+
+        The first value columns of a pattern may be given to the present heads already.
+        """
+        assert self.values is not None and self.uniform is not None
+        width, group = self.place.value_dim, self.place.n_heads // self.place.n_kv_heads
+        if copy is None:
+            return self.uniform.total(which, width)
+        return self.values.total(which, width, skipped, slice(copy * group, (copy + 1) * group))
+
+    def patterns(self, skipped: int = 0) -> list[int | None]:
+        """The patterns a new head could have, the most promising first; None is the uniform one."""
+        assert self.values is not None
+        which = "gains" if self.values.held_out is None else "held_out"
+        return sorted([None, *range(self.place.n_kv_heads)], key=lambda copy: -self.head_gain(copy, which, skipped))
 
     @property
     def reachable_share(self) -> float | None:
@@ -243,37 +266,22 @@ class Statistics:
 
     def _offer(self, layer: AttentionStatistics, kind: str) -> dict[str, Any]:
         """As much of one kind as was looked for, or the one head that promises most: its parameters and decrease."""
-        place, choices = layer.place, _choices(layer, kind, self.config)
-        in_sample, held_out = max(choices, key=lambda choice: choice[0] if choice[1] is None else choice[1])
+        place, amount = layer.place, 1
+        if kind == "heads":
+            best = layer.patterns()[0]
+            in_sample, held_out = layer.head_gain(best, "gains"), layer.head_gain(best, "held_out")
+        else:
+            found = layer.columns if kind == "columns" else layer.values
+            assert found is not None
+            amount = min(getattr(self.config, kind), found.rank)
+            in_sample, held_out = found.total("gains", amount), found.total("held_out", amount)
         share = self.calibrations[kind].step * self.calibrations[kind].realised_share
-        known = {"columns": layer.columns, "value_columns": layer.values}.get(kind)
-        amount = 1 if known is None else min(getattr(self.config, kind), known.rank)
         return {
             "amount": amount,
             "parameters": amount * place.cost(kind, place.query_key_dim, place.value_dim),
             "in_sample": share * in_sample,
-            "held_out": None if held_out is None else share * held_out,
+            "held_out": None if isnan(held_out) else share * held_out,
         }
-
-
-def _choices(layer: AttentionStatistics, kind: str, config: CollectConfig) -> list[tuple[float, float | None]]:
-    """First-order decreases for a step of one, in sample and held out: of all columns, or of each possible new head."""
-    place, width = layer.place, layer.place.value_dim
-    if kind != "heads":
-        found = layer.columns if kind == "columns" else layer.values
-        parts = [(found, slice(None), getattr(config, kind))]
-    else:
-        group = place.n_heads // place.n_kv_heads
-        copies = [slice(head * group, (head + 1) * group) for head in range(place.n_kv_heads)]
-        parts = [(layer.uniform, slice(None), width), *((layer.values, heads, width) for heads in copies)]
-    return [
-        (
-            float(part.gains[heads, :count].sum()),
-            None if part.held_out is None else float(part.held_out[heads, :count].sum()),
-        )
-        for part, heads, count in parts
-        if part is not None
-    ]
 
 
 def write_tensors(value: Any, path: str | os.PathLike, what: str) -> None:

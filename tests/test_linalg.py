@@ -37,7 +37,9 @@ def sides(query_gram, key_gram, present=(None, None), **numerics):
 
 def find(gradient, gram, rank, groups=1, metric="whitened", **kwargs):
     """The directions for one sequence, whose grams are the same."""
-    return linalg.directions(gradient, *sides(gram, gram, **kwargs), rank, groups=groups, metric=metric)
+    query, key = sides(gram, gram, **kwargs)
+    whitened = linalg.whiten(gradient, query, key)
+    return linalg.directions(whitened, query, key, rank, groups=groups, metric=metric)
 
 
 def decrease_per_norm(found, gradient, gram):
