@@ -72,8 +72,10 @@ class CollectConfig:
             one_of("target", self.target, TARGETS)
         if self.kinds is not None:
             object.__setattr__(self, "kinds", (self.kinds,) if isinstance(self.kinds, str) else tuple(self.kinds))
-            for kind in self.kinds or ("",):
+            for kind in self.kinds:
                 one_of("kinds", kind, KINDS)
+            if not self.kinds:
+                raise HfGrowError(f"kinds must name at least one of {', '.join(KINDS)}.")
         for name, least in (("columns", 1), ("value_columns", 1), ("oversampling", 0), ("products", 2), ("seed", 0)):
             whole(name, getattr(self, name), least)
         if self.max_batches is not None:
@@ -134,7 +136,8 @@ class GrowthConfig:
             raise HfGrowError(f"strategy='{self.strategy}' concerns query/key columns only: give columns=… alone.")
         if self.strategy == "step" and amounts:
             raise HfGrowError("strategy='step' adds no columns: give neither columns nor anything else to add.")
-        if self.strategy != "step" and (self.budget is None) == (not amounts):
+        nothing = not amounts or (self.strategy == "append" and not any(largest(amount) for amount in amounts.values()))
+        if self.strategy != "step" and (self.budget is None) == nothing:
             raise HfGrowError("Say how much to grow: columns, value_columns and heads, or else a budget.")
         if self.budget is not None:
             self.budget_for(1)

@@ -3,6 +3,7 @@
 An observer is installed on an attention module, sees what enters its projections, and leaves no trace when removed.
 """
 
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -45,8 +46,7 @@ class Observer:
     def __init__(self, site: AttentionSite) -> None:
         self.site = site
         self.inputs: dict[str, Tensor] = {}
-        self._source: tuple[Tensor, bool] | None = None
-        self._states: Any = None
+        self._seen: tuple[Any, bool, Any] = (lambda: None, False, None)
         # What was added to the block's output, made by the kernel and used after the output projection.
         self.contribution: Tensor | None = None
 
@@ -69,10 +69,12 @@ class Observer:
     def _keep_inputs(self, roles: tuple[str, ...], module: nn.Module, args: tuple[Tensor, ...]) -> None:
         """Projections that read the same states share one copy of them."""
         has_bias = getattr(module, "bias", None) is not None
-        source = (args[0], has_bias)
-        if self._source is None or self._source[0] is not args[0] or self._source[1] != has_bias:
-            self._source, self._states = source, with_bias(args[0].detach(), has_bias)
-        self.inputs.update(dict.fromkeys(roles, self._states))
+        seen, states_have_bias, states = self._seen
+        if seen() is not args[0] or states_have_bias != has_bias:
+            states = with_bias(args[0].detach(), has_bias)
+            # A weak reference, as the states hold on to the graph that made them.
+            self._seen = (weakref.ref(args[0]), has_bias, states)
+        self.inputs.update(dict.fromkeys(roles, states))
 
     def _add_contribution(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         contribution, self.contribution = self.contribution, None
@@ -175,7 +177,7 @@ class Attachment(Observer):
             return None
         states = self.inputs[role]
         heads, _, columns = weight.shape
-        flat = states @ weight.transpose(0, 1).flatten(1).to(states.dtype)
+        flat = states @ weight.transpose(0, 1).flatten(1).to(states)
         return flat.unflatten(-1, (heads, columns)).transpose(1, 2)
 
 
@@ -190,7 +192,7 @@ def _join(own: Tensor, heads: Tensor | None) -> Tensor:
 
 def _through(read: Tensor, output: Tensor) -> Tensor:
     """(batch, tokens, heads, columns) through output rows (heads, columns, outputs)."""
-    return read.flatten(2) @ output.flatten(0, 1).to(read.dtype)
+    return read.flatten(2) @ output.flatten(0, 1).to(read)
 
 
 def with_bias(inputs: Tensor, has_bias: bool) -> Tensor:

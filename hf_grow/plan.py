@@ -123,11 +123,11 @@ class GrowthPlan:
         return cls(**content)
 
 
-def plan_growth(statistics: Statistics, config: GrowthConfig, *, align: int | None = None) -> GrowthPlan:
+def plan_growth(statistics: Statistics, config: GrowthConfig) -> GrowthPlan:
     """Decide what to add where: the amounts the config names, or its budget spent where it promises most."""
     device = statistics.layers[0].query.device
     # Half precision on CUDA wants multiples of eight.
-    config = replace(config, align=config.align or align or (8 if device.type == "cuda" else 1))
+    config = replace(config, align=config.align or (8 if device.type == "cuda" else 1))
     _check_collected(statistics, config)
     planner = _Planner(statistics, config)
     amounts = planner.by_budget() if config.budget is not None else planner.by_amount()
@@ -220,29 +220,24 @@ class _Planner:
         """The budget spent step by step on the best held-out gain per parameter."""
         left = self.config.budget_for(self.statistics.parameters)
         amounts = [dict.fromkeys(KINDS, 0) for _ in self.statistics.layers]
-        cheapest = None
-        while True:
-            offers = [offer for index in range(len(amounts)) for offer in self._offers(index, amounts[index])]
-            if cheapest is None and offers:
-                cheapest = min(cost for _, cost, _, _ in offers)
-            offers = [offer for offer in offers if offer[1] <= left and offer[0] > 0]
-            if not offers:
-                break
-            _, cost, index, wanted = max(offers, key=lambda offer: offer[0] / offer[1])
-            amounts[index] = wanted
+        offers = [self._offers(index, amount) for index, amount in enumerate(amounts)]
+        cheapest = min((cost for own in offers for _, cost, _, _ in own), default=0)
+        while good := [offer for own in offers for offer in own if offer[1] <= left and offer[0] > 0]:
+            _, cost, index, wanted = max(good, key=lambda offer: offer[0] / offer[1])
+            amounts[index], offers[index] = wanted, self._offers(index, wanted)
             left -= cost
-        if not any(any(amount.values()) for amount in amounts):
-            if cheapest is None or left >= cheapest:
-                raise HfGrowError("Nothing that could grow promises to lower the loss on held-out data.")
+        if any(any(amount.values()) for amount in amounts):
+            return amounts
+        if left < cheapest:
             raise HfGrowError(f"A budget of {left:,} parameters is too small: the cheapest growth takes {cheapest:,}.")
-        return amounts
+        raise HfGrowError("Nothing that could grow promises to lower the loss on held-out data.")
 
     def _offers(self, index: int, amount: Amounts) -> list[tuple[float, int, int, Amounts]]:
         """One more of each kind in a layer: expected decrease, parameters, layer, and the amounts with it."""
         layer = self.statistics.layers[index]
         now = self.layer(layer, amount)
         found = []
-        for kind in set(KINDS) & set(self.statistics.config.measured_kinds):
+        for kind in (kind for kind in KINDS if kind in self.statistics.config.measured_kinds):
             more = dict(amount) | {kind: amount[kind] + 1}
             self._align(layer, more)
             # A head that copies a pattern takes over its value columns; more of them would be the same again.

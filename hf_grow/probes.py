@@ -35,7 +35,7 @@ def collect_grams(
                 sums[:] = [sums[0] + query, sums[1] + key]
     flat = [torch.as_tensor(part) for sums in grams for part in sums]
     *flat, count = passes.reduce([*flat, torch.tensor(float(sequences), dtype=torch.float64)])
-    return [(flat[2 * i] / count, flat[2 * i + 1] / count) for i in range(len(sites))]
+    return [(flat[2 * i] / float(count), flat[2 * i + 1] / float(count)) for i in range(len(sites))]
 
 
 def _gram(observer: Observer, batch: Batch, role: str) -> Tensor:
@@ -112,7 +112,7 @@ def _summed(
     lengths = [len(found) for found in sums]
     flat = [part for found in sums for part in found]
     *flat, count = passes.reduce([*flat, torch.tensor(float(sequences), dtype=torch.float64)])
-    parts = iter(part / count for part in flat)
+    parts = iter(part / float(count) for part in flat)
     return [[next(parts) for _ in range(length)] for length in lengths]
 
 

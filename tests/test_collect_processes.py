@@ -1,0 +1,39 @@
+"""Statistics of two processes are those of one on the same data."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from models import relative_difference
+
+from hf_grow import Statistics
+
+
+def run(processes, folder, collection):
+    """Collect on so many gloo processes, on loopback."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone"]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    script = Path(__file__).parent / "collect_on_rank.py"
+    arguments = [script, folder, collection]
+    done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [Statistics.load(folder / f"{processes}-{rank}.safetensors") for rank in range(processes)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("collection", ["exact", "sketch"])
+def test_two_processes_find_what_one_finds(tmp_path, collection):
+    (alone,) = run(1, tmp_path, collection)
+    pair = run(2, tmp_path, collection)
+    for found in pair:
+        assert found.sequences == alone.sequences == 7 and found.fingerprint == alone.fingerprint
+        assert found.loss == pytest.approx(alone.loss, rel=1e-6)
+        for one, other in zip(alone.layers, found.layers, strict=True):
+            assert relative_difference(other.query_gram, one.query_gram) < 1e-5
+            for name in ("columns", "values", "uniform"):
+                assert relative_difference(getattr(other, name).gains, getattr(one, name).gains) < 1e-5, name
+            if collection == "exact":
+                assert relative_difference(other.total().gradient, one.total().gradient) < 1e-5
+    assert pair[0].steps == pair[1].steps
