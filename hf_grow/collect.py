@@ -9,8 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from hf_grow.calibrate import calibrate
-from hf_grow.config import CollectConfig
+from hf_grow.config import CollectConfig, require
 from hf_grow.exact import ExactCollector
 from hf_grow.modeling.growable_attention import AttentionSite
 from hf_grow.passes import Batch, Passes, growable_sites, read_batches, split_sequences
@@ -19,6 +21,7 @@ from hf_grow.sketch import SketchCollector
 from hf_grow.statistics import Statistics
 
 
+@torch.inference_mode(False)
 def collect_statistics(
     model: Any,
     batches: Iterable[Batch],
@@ -31,7 +34,7 @@ def collect_statistics(
 
     With an `accelerator` every process brings its own batches and gets the statistics of all.
     """
-    config = config or CollectConfig()
+    config = require(config or CollectConfig(), CollectConfig)
     sites = growable_sites(model)
     for site in sites:
         check_site(site)
@@ -40,7 +43,7 @@ def collect_statistics(
     passes = Passes(model, accelerator, progress)
     form = ExactCollector if config.collection == "exact" else SketchCollector
     layers = form(passes, sites, choosing, judging, config).layers()
-    loss = passes.loss(judging or choosing, what="loss")
+    judges, loss = passes.usable(judging if passes.count(judging) else choosing, what="loss")
     solved = time.perf_counter() - began - passes.seconds
     statistics = Statistics(
         layers=layers,
@@ -53,7 +56,7 @@ def collect_statistics(
         seconds={"passes": passes.seconds, "solving": solved},
     )
     measured = time.perf_counter()
-    calibrations = calibrate(statistics, passes, sites, judging or choosing)
+    calibrations = calibrate(statistics, passes, sites, judges)
     seconds = {**statistics.seconds, "calibrating": time.perf_counter() - measured}
     return replace(statistics, calibrations=calibrations, seconds=seconds)
 
@@ -67,10 +70,11 @@ def split_batches(batches: Iterable[Batch], config: CollectConfig) -> tuple[list
 
 def fingerprint(sites: Sequence[AttentionSite]) -> str:
     """A mark of the attention modules' names, sizes and weights: what was found for one model is not for another."""
-    digest = hashlib.sha256()
+    digest = hashlib.blake2b(digest_size=16)
     for site in sites:
         digest.update(f"{site.name} {site.attention.dims}".encode())
         for projection, _ in site.projections():
-            weight = projection.weight.detach().float()
-            digest.update(f"{float(weight.sum()):.5e} {float(weight.square().sum()):.5e}".encode())
-    return digest.hexdigest()[:16]
+            for parameter in projection.parameters(recurse=False):
+                weights = parameter.detach().to("cpu").contiguous()
+                digest.update(weights.view(torch.uint8).numpy().data)
+    return digest.hexdigest()

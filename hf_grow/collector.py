@@ -30,6 +30,8 @@ class Collector:
         self.places = [place_of(site) for site in sites]
         self.present = [self._working(read_blocks(site)) for site in sites]
         self.kinds = config.measured_kinds
+        # Whether any process has sequences that judge: all take part in their passes then.
+        self.judged = passes.count(judging) > 0
         self.generator = torch.Generator().manual_seed(config.seed)
 
     @staticmethod
@@ -52,7 +54,8 @@ class Collector:
         query, key = self.present[index]
         same = query_gram.shape == key_gram.shape and torch.equal(query_gram, key_gram)
         factor = self.whitening(query_gram)
-        first = linalg.side(linalg.ridged(query_gram, self.config.ridge), factor, query)
+        groups = key.shape[0]
+        first = linalg.side(linalg.ridged(query_gram, self.config.ridge), factor, query, groups)
         factor = factor if same else self.whitening(key_gram)
         return first, linalg.side(linalg.ridged(key_gram, self.config.ridge), factor, key)
 

@@ -71,6 +71,8 @@ class CollectConfig:
         if self.target is not None:
             one_of("target", self.target, TARGETS)
         if self.kinds is not None:
+            if not isinstance(self.kinds, (str, list, tuple)):
+                raise HfGrowError(f"kinds must be a tuple of some of {', '.join(KINDS)}, not {self.kinds!r}.")
             object.__setattr__(self, "kinds", (self.kinds,) if isinstance(self.kinds, str) else tuple(self.kinds))
             for kind in self.kinds:
                 one_of("kinds", kind, KINDS)
@@ -182,6 +184,13 @@ def from_dict(cls: type, values: Mapping[str, Any]) -> Any:
             value = {int(key) if re.fullmatch(r"\d+", str(key)) else key: amount for key, amount in value.items()}
         restored[name] = tuple(value) if isinstance(value, list) else value
     return cls(**restored)
+
+
+def require(config: Any, cls: type) -> Any:
+    """Refuse anything but a config of this class."""
+    if not isinstance(config, cls):
+        raise HfGrowError(f"Give a {cls.__name__}(…), not {type(config).__name__}.")
+    return config
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:

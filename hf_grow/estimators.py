@@ -87,13 +87,16 @@ class ExactMetric:
             raise HfGrowError("estimator='exact' keeps every sequence's grams and runs on one process only.")
         config = self.config
         gradients, query_grams, key_grams = (torch.stack(parts) for parts in (self.gradients, *self.grams))
-        # In the coordinates that whiten the pooled grams, few iterations are enough, and the ridge is in them already.
+        # In the coordinates that whiten the pooled grams, few iterations are enough.
         query, key = (
             linalg.whitening(grams.sum(0), config.inverse, config.cutoff, config.ridge)
             for grams in (query_grams, key_grams)
         )
         whitened = linalg.exact_step(
-            query.mT @ gradients @ key, query.mT @ query_grams @ query, key.mT @ key_grams @ key
+            query.mT @ gradients @ key,
+            query.mT @ query_grams @ query,
+            key.mT @ key_grams @ key,
+            max(self.config.ridge, 1e-6),
         )
         return query @ whitened @ key.mT
 

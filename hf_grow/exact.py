@@ -14,7 +14,7 @@ from hf_grow.growth import uniform_circuit
 from hf_grow.linalg import Side
 from hf_grow.modeling.growable_attention import AttentionSite
 from hf_grow.observe import ExactObserver, input_sizes
-from hf_grow.passes import Batch, Passes, token_mask
+from hf_grow.passes import Batch, Passes, batch_size, token_mask
 from hf_grow.probes import NewHead, score_products
 from hf_grow.statistics import AttentionStatistics, AttentionSums, Candidates
 
@@ -34,11 +34,11 @@ def collect_sums(
     observers = [ExactObserver(site) for site in sites]
     sums = [_zeros(site, values) for site in sites]
     with closing(passes.gradients(batches, observers, "eager", "exact gradients")) as stream:
-        for batch, sequences, gradients in stream:
+        for batch, weight, gradients in stream:
             for index, (observer, (scores, block)) in enumerate(zip(observers, gradients, strict=True)):
                 dtype = torch.promote_types(scores.dtype, torch.float32)
                 seen = _Seen(observer, batch, scores.to(dtype), block.to(dtype))
-                sums[index] = sums[index].merge(seen.sums(sequences, values))
+                sums[index] = sums[index].merge(seen.sums(batch_size(batch), weight, values))
                 if estimators is not None:
                     seen.tell(estimators[index])
                 observer.forget()
@@ -57,7 +57,7 @@ class _Seen:
         self.query_mask = token_mask(batch, "query", self.queries)
         self.key_mask = token_mask(batch, "cross" if observer.site.kind == "cross" else "key", self.keys)
 
-    def sums(self, sequences: int, values: bool) -> AttentionSums:
+    def sums(self, sequences: int, weight: float, values: bool) -> AttentionSums:
         """What this batch adds."""
         working = linalg.working_dtype(self.queries.device)
         real_queries, real_keys = (
@@ -71,7 +71,8 @@ class _Seen:
         }
         if values:
             parts |= self._value_sums()
-        return AttentionSums(**{name: part.to(working) for name, part in parts.items()}, sequences=sequences)
+        sums = {name: part.to(working) for name, part in parts.items()}
+        return AttentionSums(**sums, sequences=sequences, weight=weight)
 
     def _value_sums(self) -> dict[str, Tensor]:
         weights = torch.cat((self.observer.weights, self.observer.uniform.to(self.observer.weights)), dim=1)
@@ -99,14 +100,15 @@ def _zeros(site: AttentionSite, values: bool) -> AttentionSums:
         shapes |= {"value_gradient": (heads + 1, read, sizes["output"]), "pattern_gram": (heads + 1, read, read)}
     dtype = linalg.working_dtype(device)
     zeros = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
-    return AttentionSums(**zeros, sequences=0)
+    return AttentionSums(**zeros, sequences=0, weight=0.0)
 
 
 def _reduced(passes: Passes, sums: AttentionSums) -> AttentionSums:
     tensors = {name: value for name, value in vars(sums).items() if isinstance(value, Tensor)}
-    count = torch.tensor(float(sums.sequences), dtype=torch.float64)
-    *reduced, count = passes.reduce([*tensors.values(), count])
-    return AttentionSums(**dict(zip(tensors, reduced, strict=True)), sequences=round(float(count)))
+    counts = torch.tensor([float(sums.sequences), sums.weight], dtype=torch.float64)
+    *reduced, counts = passes.reduce([*tensors.values(), counts])
+    named = dict(zip(tensors, reduced, strict=True))
+    return AttentionSums(**named, sequences=round(float(counts[0])), weight=float(counts[1]))
 
 
 class ExactCollector(Collector):
@@ -141,6 +143,7 @@ class ExactCollector(Collector):
             wanted=whitened.square().sum((1, 2)),
             bottleneck=linalg.project(whitened, *sides).square().sum((1, 2)),
             sums=(chosen, judged),
+            change=sides[0].weights(whitened) @ sides[1].factor.mT,
         )
         if "columns" in self.kinds:
             layer = replace(layer, columns=self._columns(index, sides, whitened, mean, other))
@@ -158,14 +161,17 @@ class ExactCollector(Collector):
         return Candidates(found.query, found.key, linalg.first_order_gains(mean.gradient, found), held_out)
 
     def _estimated(self, index: int, layer: AttentionStatistics, estimator: Estimator) -> AttentionStatistics:
-        """The columns for another step P than the pooled one: that of the gradient A P B, whose pooled step it is."""
-        if layer.columns is None or layer.sums is None:
-            return layer
+        """The change and columns of another step P than the pooled one: that of the gradient A P B."""
+        assert layer.sums is not None
         mean, judged = layer.sums[0].mean(), layer.sums[1]
-        gradient = mean.query_gram @ estimator.step(self.passes) @ mean.key_gram
         sides = self.sides(mean.query_gram, mean.key_gram, index)
+        change = estimator.step(self.passes)
+        layer = replace(layer, change=change)
+        if layer.columns is None:
+            return layer
+        # The grams of the sides have the ridge that is in P.
+        whitened = linalg.whiten(sides[0].gram @ change @ sides[1].gram, *free(sides))
         other = judged.mean() if judged.sequences else None
-        whitened = linalg.whiten(gradient, *free(sides))
         return replace(layer, columns=self._columns(index, sides, whitened, mean, other))
 
     def _with_circuits(
@@ -173,12 +179,13 @@ class ExactCollector(Collector):
     ) -> AttentionStatistics:
         assert mean.value_gradient is not None and mean.pattern_gram is not None
         judged = None if other is None else other.value_gradient
+        rank = self.circuit_rank() + self.config.oversampling
         candidates = []
         for rows, groups in ((slice(None, -1), layer.place.n_kv_heads), (slice(-1, None), 1)):
             gradient, gram = mean.value_gradient[rows], mean.pattern_gram[rows]
             pooled = gram.reshape(groups, -1, *gram.shape[1:]).mean(1)
             factor = self.pattern_whitening(pooled, mean.key_gram)
-            value, output = linalg.value_directions(gradient, factor, self.circuit_rank(), groups)
+            value, output = linalg.value_directions(gradient, factor, rank, groups)
             held_out = None if judged is None else linalg.value_gains(judged[rows], value, output)
             candidates.append(Candidates(value, output, linalg.value_gains(gradient, value, output), held_out))
         return replace(layer, values=candidates[0], uniform=candidates[1])
@@ -193,7 +200,7 @@ class ExactCollector(Collector):
         gradients = score_products(self.passes, self.sites, self.choosing, identities, "key", heads)
         judged = (
             score_products(self.passes, self.sites, self.judging, identities, "key", heads)
-            if self.judging
+            if self.judged
             else [None] * len(layers)
         )
         found = []

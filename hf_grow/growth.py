@@ -44,7 +44,8 @@ class LayerGrowth:
     heads         new heads
     change        the whole wanted change as query (heads, inputs, m), key (key heads, inputs, m): for "refactor", and
                   for a line search of full rank
-    query_key_dim the width after growth; grams: what "refactor" and "step" measure score changes with
+    query_key_dim the width after growth
+    …_gram        what "refactor" and "step" measure score changes with; gradient: T, which "step" follows
     """
 
     place: Place
@@ -59,6 +60,7 @@ class LayerGrowth:
     query_key_dim: int = 0
     query_gram: Tensor | None = None
     key_gram: Tensor | None = None
+    gradient: Tensor | None = None
 
     def count(self, kind: str) -> int:
         """How many columns, value columns or heads are added."""
@@ -102,7 +104,7 @@ class LayerGrowth:
         return Extra(**parts)
 
     def _score_columns(self, step: float, blocks: Blocks, full_rank: bool) -> dict:
-        if step == 0:
+        if step == 0 and not self.shrinks:
             return {}
         scaling = self.place.scaling
         if full_rank and self.change_query is not None and self.change_key is not None:
@@ -121,10 +123,11 @@ class LayerGrowth:
 
     def _heads(self, heads: list[HeadGrowth], steps: Steps) -> dict:
         size, scores = steps["heads"] ** 0.5, steps.get("head_scores", 0.0)
+        width = max(head.value.shape[2] for head in heads)
         parts: dict = {
             "copies": tuple(head.copy for head in heads if head.copy is not None),
-            "head_value": torch.cat([-size * head.value for head in heads]),
-            "head_output": torch.cat([size * head.output for head in heads]),
+            "head_value": torch.cat([_fitted(-size * head.value, width, 2) for head in heads]),
+            "head_output": torch.cat([_fitted(size * head.output, width, 1) for head in heads]),
         }
         uniform = [head for head in heads if head.copy is None]
         if uniform:
@@ -139,33 +142,35 @@ class LayerGrowth:
             return head.value.new_zeros(group, inputs["query"], 1), head.value.new_zeros(1, inputs["key"], 1)
         return linalg.new_columns(Directions(head.query, head.key), step, self.place.scaling)
 
-    def replaced(self, step: float, blocks: Blocks) -> tuple[Tensor, Tensor]:
-        """All query and key columns anew, in the working dtype."""
-        assert self.query_gram is not None and self.key_gram is not None
-        assert self.change_query is not None and self.change_key is not None
-        query, key = (blocks[role].to(self.query_gram) for role in ("query", "key"))
-        change, scaling = Directions(self.change_query, self.change_key), self.place.scaling
-        if self.strategy == "refactor":
-            grams, columns = (self.query_gram, self.key_gram), self.query_key_dim
-            return linalg.refactor(query, key, change, *grams, columns, step=step, scaling=scaling)
-        gradient = self.score_gradient()
-        moves = linalg.plain_step(query, key, gradient, self.query_gram, self.key_gram, scaling=scaling)
-        return query + step * moves[0], key + step * moves[1]
+    @property
+    def shrinks(self) -> bool:
+        """Fewer query/key columns than before: then the function changes even without a step."""
+        return self.query_key_dim < self.place.query_key_dim
 
-    def score_gradient(self) -> Tensor:
-        """T, which the whole wanted change A⁺TB⁺ stands for."""
-        assert self.query_gram is not None and self.key_gram is not None
+    def replaced(self, step: float, blocks: Blocks) -> tuple[Tensor, Tensor]:
+        """All query and key columns anew, in the working dtype; without a step the old ones, and zeros for new ones."""
+        assert self.query_gram is not None and self.key_gram is not None and self.gradient is not None
         assert self.change_query is not None and self.change_key is not None
-        key = linalg.repeat_groups(self.change_key, self.place.n_heads)
-        return self.query_gram @ self.change_query @ key.mT @ self.key_gram
+        # Tiny inputs count here: where the device knows double precision, it is used.
+        dtype = torch.float64 if self.query_gram.device.type in ("cpu", "cuda") else torch.float32
+        grams = (self.query_gram.to(dtype), self.key_gram.to(dtype))
+        query, key = (blocks[role].to(grams[0]) for role in ("query", "key"))
+        if step == 0 and not self.shrinks:
+            return _fitted(query, self.query_key_dim, 2), _fitted(key, self.query_key_dim, 2)
+        scaling = self.place.scaling
+        if self.strategy == "refactor":
+            change = Directions(self.change_query.to(dtype), self.change_key.to(dtype))
+            return linalg.refactor(query, key, change, *grams, self.query_key_dim, step=step, scaling=scaling)
+        moves = linalg.plain_step(query, key, self.gradient.to(dtype), *grams, scaling=scaling)
+        return query + step * moves[0], key + step * moves[1]
 
     def built(self, steps: Steps, blocks: Blocks, generator: torch.Generator) -> Blocks:
         """The module's weights after growth; where a pair of factors would be zero, one gets a usual size instead."""
         new = dict(blocks)
         if self.strategy != "append":
-            for role, weight in zip(("query", "key"), self.replaced(steps["columns"], blocks), strict=True):
-                new[role] = weight.to(blocks[role])
-            return new
+            pair = self.replaced(steps["columns"], blocks)
+            columns = self._alive(("query", "key"), pair, torch.zeros_like(pair[0]), generator)
+            return new | {role: weight.to(blocks[role]) for role, weight in columns.items()}
         if self.query is not None and self.key is not None:
             pair = linalg.new_columns(Directions(self.query, self.key), steps["columns"], self.place.scaling)
             columns = self._alive(("query", "key"), pair, self.query, generator)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from hf_grow.collect import collect_statistics, fingerprint, split_batches
-from hf_grow.config import CollectConfig, GrowthConfig, as_dict, largest
+from hf_grow.collector import place_of
+from hf_grow.config import CollectConfig, GrowthConfig, as_dict, largest, require
 from hf_grow.errors import HfGrowError
 from hf_grow.growth import Steps
 from hf_grow.line_search import LineSearch, Trial, scaled, search
@@ -16,7 +17,7 @@ from hf_grow.modeling.growable_attention import AttentionSite
 from hf_grow.modeling.growable_model import GrowableModel
 from hf_grow.passes import Batch, Passes, growable_sites, read_batches
 from hf_grow.patch import make_growable
-from hf_grow.plan import GrowthPlan, plan_growth
+from hf_grow.plan import GrowthPlan, check_amounts, plan_growth
 from hf_grow.report import GrowthReport
 from hf_grow.structure import Change, commit, find_site, read_blocks
 
@@ -33,13 +34,15 @@ def grow(
 ) -> tuple[Any, GrowthReport]:
     """Make a model growable if it is not, measure, plan and insert; returns the same model and what happened.
 
-    The line search runs on the sequences that did not choose the new weights, or on batches of its own.
+    A model that was made growable stays so when a later part fails; its outputs are the same. The line search runs on
+    the sequences that did not choose the new weights, or on batches of its own.
     """
     collect = collect_config(config, collect)
     found = read_batches(batches, collect.max_batches)
     searched = None if line_search_batches is None else read_batches(line_search_batches)
     if not isinstance(model, GrowableModel):
         make_growable(model)
+    check_amounts([place_of(site) for site in growable_sites(model)], config)
     began = time.perf_counter()
     statistics = collect_statistics(model, found, collect, accelerator=accelerator, progress=progress)
     collected = time.perf_counter()
@@ -54,7 +57,8 @@ def grow(
 
 def collect_config(config: GrowthConfig, collect: CollectConfig | None = None) -> CollectConfig:
     """A collection that finds what a growth config asks for; amounts and kinds are taken from there."""
-    collect = collect or CollectConfig()
+    require(config, GrowthConfig)
+    collect = require(collect or CollectConfig(), CollectConfig)
     if config.budget is None:
         columns, value_columns = (max(largest(amount), 1) for amount in (config.columns, config.value_columns))
         collect = replace(collect, kinds=config.kinds, columns=columns, value_columns=value_columns)
@@ -65,6 +69,7 @@ def collect_config(config: GrowthConfig, collect: CollectConfig | None = None) -
     return collect
 
 
+@torch.inference_mode(False)
 def insert_growth(
     model: Any,
     plan: GrowthPlan,
@@ -121,13 +126,17 @@ class _Insertion:
         by_name = {site.name: site for site in sites}
         self.sites = [by_name[growth.place.name] for growth in self.growths]
         self.found = LineSearch()
+        self.loss_before: float | None = None
         self.multiples = [0.0] * len(self.growths)
 
     def choose_steps(self) -> list[Steps]:
         """The steps of every layer: given, searched for, or none."""
         config = self.plan.config
         if self.batches is not None:
-            self.found.curve[0.0] = self.passes.loss(self.batches, what="loss before")
+            self.batches, self.loss_before = self.passes.usable(self.batches, what="loss before")
+            # A model that shrinks changes even without a step.
+            shrinks = any(growth.shrinks for growth in self.growths)
+            self.found.curve[0.0] = self._trial().loss(self._steps(self.multiples)) if shrinks else self.loss_before
         if config.step_size is not None:
             self.multiples = [float(config.step_size)] * len(self.growths)
         elif self.batches is not None and any(self.plan.steps.values()):
@@ -140,8 +149,7 @@ class _Insertion:
         return [scaled(planned, multiple) for multiple in multiples]
 
     def _search(self, full_rank: bool, per_layer: bool) -> None:
-        assert self.batches is not None
-        trial = Trial(self.passes, self.sites, self.growths, self.batches)
+        trial = self._trial()
         before = self.found.curve[0.0]
         count = len(self.growths)
         searched = replace(trial, full_rank=full_rank)
@@ -150,6 +158,10 @@ class _Insertion:
         best = self._shorten(trial, before) if full_rank and self.found.step > 0 else self.found.loss
         for index in range(count if per_layer else 0):
             best = self._search_layer(trial, index, best)
+
+    def _trial(self) -> Trial:
+        assert self.batches is not None
+        return Trial(self.passes, self.sites, self.growths, self.batches)
 
     def _shorten(self, trial: Trial, before: float) -> float:
         """The loss with what is inserted, fewer columns than were searched with: its steps must lower the loss too."""
@@ -192,8 +204,8 @@ class _Insertion:
         held_out = [layer["predicted"]["held_out"] for layer in layers]
         predicted["held_out"] = None if None in held_out else sum(held_out)
         return GrowthReport(
-            form="stepped" if any(self.multiples) else "preserving",
-            loss_before=self.found.curve.get(0.0),
+            form=self._form(),
+            loss_before=self.loss_before,
             loss_after=None,
             step=(self.multiples or [0.0])[0] if shared else list(self.multiples),
             steps=dict(steps[0]) if shared and steps else {},
@@ -205,6 +217,11 @@ class _Insertion:
             config=as_dict(self.plan.config),
             collected=self.plan.collected,
         )
+
+    def _form(self) -> str:
+        if any(self.multiples):
+            return "stepped"
+        return "shrunk" if any(growth.shrinks for growth in self.growths) else "preserving"
 
     def _layer(self, index: int, steps: Steps) -> dict[str, Any]:
         plan, growth = self.plan.layers[index], self.growths[index]
@@ -235,9 +252,7 @@ class _Insertion:
 
     def trial_loss(self, steps: list[Steps]) -> float | None:
         """The loss with these steps, tried beside the model's own weights."""
-        if self.batches is None:
-            return None
-        return Trial(self.passes, self.sites, self.growths, self.batches).loss(steps)
+        return None if self.batches is None else self._trial().loss(steps)
 
     def measured(self, report: GrowthReport) -> GrowthReport:
         """The report with the loss of the grown model itself, also in its history."""

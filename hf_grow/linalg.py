@@ -111,12 +111,14 @@ def whitening(gram: Tensor, method: str = "eigh", cutoff: float = 1e-6, ridge: f
 class Side:
     """The query or the key side of the scores: its gram, the factor that whitens it, and what the present columns span.
 
-    gram and factor are (inputs, inputs); basis is orthonormal, whitened, (heads, inputs, columns), or None for nothing.
+    gram and factor are (inputs, inputs); basis is whitened, (heads, inputs, columns), orthonormal in each of the groups
+    of heads that share key columns, whose rows are stacked; None for nothing.
     """
 
     gram: Tensor
     factor: Tensor
     basis: Tensor | None = None
+    groups: int = 1
 
     def whiten(self, product: Tensor) -> Tensor:
         """Fᵀ · product, without what the present columns span."""
@@ -127,15 +129,24 @@ class Side:
         return self.factor @ whitened
 
     def project(self, whitened: Tensor) -> Tensor:
-        """(I − Π) · whitened."""
+        """(I − Π) · whitened, for (heads, inputs, k)."""
         if self.basis is None:
             return whitened
-        return whitened - self.basis @ (self.basis.mT @ whitened)
+        inside = stack_groups(self.basis, self.groups).mT @ stack_groups(whitened, self.groups)
+        return whitened - self.basis @ repeat_groups(inside, self.basis.shape[0])
 
 
-def side(gram: Tensor, factor: Tensor, present: Tensor | None = None) -> Side:
-    """A side whose columns are sought outside the span of the present weights (heads, inputs, columns), or anywhere."""
-    return Side(gram, factor, None if present is None else orthonormal(factor.mT @ gram @ present))
+def side(gram: Tensor, factor: Tensor, present: Tensor | None = None, groups: int | None = None) -> Side:
+    """A side whose columns are sought outside the span of the present weights (heads, inputs, columns), or anywhere.
+
+    With fewer groups than heads, the heads of a group reach a change together: their key columns are the same.
+    """
+    if present is None:
+        return Side(gram, factor)
+    groups = groups or present.shape[0]
+    whitened = factor.mT @ gram @ present
+    basis = orthonormal(stack_groups(whitened, groups)).reshape(*whitened.shape[:2], -1)
+    return Side(gram, factor, basis, groups)
 
 
 def orthonormal(columns: Tensor, tolerance: float | None = None) -> Tensor:
@@ -323,11 +334,14 @@ def plain_step(
     """Changes of the present columns along −∂L/∂W, scaled so that all scores change by 1 in norm, to first order."""
     groups, heads = key_weights.shape[0], query_weights.shape[0]
     key_repeated = repeat_groups(key_weights, heads)
-    query_change = -gradient @ key_repeated
-    key_change = -(gradient.mT @ query_weights).reshape(groups, heads // groups, *key_weights.shape[1:]).sum(1)
+    downhill = -1 if scaling > 0 else 1
+    query_change = downhill * gradient @ key_repeated
+    key_change = downhill * (gradient.mT @ query_weights).reshape(groups, heads // groups, *key_weights.shape[1:]).sum(
+        1
+    )
     repeated_change = repeat_groups(key_change, heads)
     change = query_change @ key_repeated.mT + query_weights @ repeated_change.mT
-    norm = scaling * torch.einsum("hij,ik,hkl,lj->h", change, query_gram, change, key_gram).clamp(min=0).sqrt()
+    norm = abs(scaling) * torch.einsum("hij,ik,hkl,lj->h", change, query_gram, change, key_gram).clamp(min=0).sqrt()
     # One size for all heads keeps the direction the gradient's own.
     size = 1 / norm.square().sum().sqrt().clamp(min=torch.finfo(norm.dtype).tiny)
     return size * query_change, size * key_change

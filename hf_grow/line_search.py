@@ -90,7 +90,7 @@ class Trial:
         attachments = [
             Attachment(site, growth.extra(step, blocks, self.full_rank))
             for site, growth, blocks, step in zip(self.sites, self.growths, self.blocks, steps, strict=True)
-            if any(step.values())
+            if any(step.values()) or growth.shrinks
         ]
         return self.passes.loss(self.batches, attachments, self.what)
 

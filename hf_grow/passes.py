@@ -5,6 +5,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -38,8 +39,8 @@ class Passes:
 
     def gradients(
         self, batches: Sequence[Batch], observers: Sequence[Observer], implementation: str | None = None, what: str = ""
-    ) -> Generator[tuple[Batch, int, list[list[Tensor]]], None, None]:
-        """Each batch, its number of sequences, and the gradients of each observer's leaves, summed over sequences.
+    ) -> Generator[tuple[Batch, float, list[list[Tensor]]], None, None]:
+        """Each batch, its weight, and the gradients of each observer's leaves times that weight.
 
         Batches whose loss or gradients are not finite are counted and passed over.
         """
@@ -51,7 +52,7 @@ class Passes:
                 if found is None:
                     skipped += 1
                 else:
-                    yield batch, batch_size(batch), found
+                    yield batch, self.weight(batch), found
                 # Scores and their gradients are large: let go of them before the next batch makes more.
                 del found
         self._check_skipped(skipped, len(batches))
@@ -64,20 +65,45 @@ class Passes:
             for number, batch in enumerate(self._bar(batches, what)):
                 with self._timed():
                     self._forward(batch, number)
+                _check_used(observers)
                 yield batch, batch_size(batch)
 
     def loss(self, batches: Sequence[Batch], observers: Sequence[Observer] = (), what: str = "") -> float:
-        """The mean loss over the sequences of all batches and processes; infinite where a batch's is not finite."""
-        total = torch.zeros(2, dtype=torch.float64)
+        """The mean loss over all batches and processes by their weights; infinite where a batch's is not finite."""
+        losses = self._losses(batches, observers, what)
+        return self._mean(batches, losses)
+
+    def usable(self, batches: Sequence[Batch], what: str = "") -> tuple[list[Batch], float]:
+        """The batches whose loss is finite, and their mean loss; an error where more than a tenth is not."""
+        losses = self._losses(batches, (), what)
+        kept = [(batch, loss) for batch, loss in zip(batches, losses, strict=True) if isfinite(loss)]
+        self._check_skipped(len(batches) - len(kept), len(batches))
+        return [batch for batch, _ in kept], self._mean([batch for batch, _ in kept], [loss for _, loss in kept])
+
+    def _losses(self, batches: Sequence[Batch], observers: Sequence[Observer], what: str) -> list[float]:
+        found = []
         with self._watched(observers, None), torch.no_grad():
             for number, batch in enumerate(self._bar(batches, what)):
-                sequences = batch_size(batch)
                 with self._timed():
-                    loss = float(self._loss(batch, number))
-                total += torch.tensor([loss * sequences, sequences], dtype=torch.float64)
+                    found.append(float(self._loss(batch, number)))
+        return found
+
+    def _mean(self, batches: Sequence[Batch], losses: Sequence[float]) -> float:
+        total = torch.zeros(2, dtype=torch.float64)
+        for batch, loss in zip(batches, losses, strict=True):
+            total += torch.tensor([loss, 1.0], dtype=torch.float64) * self.weight(batch)
         (total,) = self.reduce([total])
         value = float(total[0] / total[1])
-        return value if value == value else float("inf")
+        return value if isfinite(value) else inf
+
+    def weight(self, batch: Batch) -> float:
+        """What a batch's loss is a mean over: its labels where each token has one, else its sequences."""
+        labels = batch.get("labels")
+        if not isinstance(labels, Tensor) or labels.ndim < 2 or labels.is_floating_point():
+            return float(batch_size(batch))
+        # Causal models predict the next token, so that the first has no prediction.
+        labels = labels[..., 1:] if self.model.loss_type == "ForCausalLM" and labels.shape[-1] > 1 else labels
+        return float((labels != -100).sum())
 
     def reduce(self, sums: Sequence[Tensor]) -> list[Tensor]:
         """Sums over all processes."""
@@ -133,28 +159,32 @@ class Passes:
         return loss
 
     def _leaf_gradients(self, batch: Batch, observers: Sequence[Observer], number: int) -> list[list[Tensor]] | None:
-        """∂L/∂leaf for every observer, times the number of sequences; None where it is not finite."""
+        """∂L/∂leaf for every observer, times the batch's weight; None where it is not finite."""
         with torch.enable_grad():
             loss = self._loss(batch, number)
+            _check_used(observers)
             leaves = [observer.leaves() for observer in observers]
             flat = [leaf for own in leaves for leaf in own]
             # A loss that no leaf touches has no graph at all.
             found = torch.autograd.grad(loss, flat, allow_unused=True) if loss.requires_grad else [None] * len(flat)
-        # The loss is a mean over the batch; sums over sequences are what adds up over batches of any size.
-        sequences = batch_size(batch)
+        # The loss is a mean over the batch; sums are what adds up over batches of any size.
+        weight = self.weight(batch)
         gradients = iter(
             [
-                torch.zeros_like(leaf) if gradient is None else gradient * sequences
+                torch.zeros_like(leaf) if gradient is None else gradient * weight
                 for leaf, gradient in zip(flat, found, strict=True)
             ]
         )
         per_observer = [[next(gradients) for _ in own] for own in leaves]
         finite = torch.isfinite(loss).all()
         for gradient in (gradient for own in per_observer for gradient in own):
-            finite = finite & torch.isfinite(gradient).all()
+            finite = finite & torch.isfinite(gradient).all().to(finite.device)
         return per_observer if bool(finite) else None
 
     def _check_skipped(self, skipped: int, batches: int) -> None:
+        # All processes go on, or none.
+        (counts,) = self.reduce([torch.tensor([skipped, batches], dtype=torch.float64)])
+        skipped, batches = (round(count) for count in counts.tolist())
         if skipped * 10 > batches:
             raise HfGrowError(f"{skipped} of {batches} batches gave a loss or gradient that is not finite.")
         if skipped and not self._warned:
@@ -162,11 +192,23 @@ class Passes:
             logger.warning("Skipped %d of %d batches: loss or gradient not finite.", skipped, batches)
 
 
+def _check_used(observers: Sequence[Observer]) -> None:
+    for observer in observers:
+        if not observer.inputs:
+            raise HfGrowError(
+                f"{observer.site.name} is not used with these batches: cross-attention needs encoder_hidden_states."
+            )
+
+
 def growable_sites(model: Any) -> list[AttentionSite]:
     """The attention modules of a growable model."""
     if not isinstance(model, GrowableModel):
         raise HfGrowError(f"{type(model).__name__} is not growable yet: call hf_grow.make_growable(model) first.")
-    return attention_sites(model)  # type: ignore[arg-type]
+    sites = attention_sites(model)  # type: ignore[arg-type]
+    for site in sites:
+        if site.attention.scaling == 0:
+            raise HfGrowError(f"The softmax scale of {site.name} is 0, so its scores can do nothing.")
+    return sites
 
 
 def read_batches(batches: Iterable[Batch], most: int | None = None) -> list[Batch]:
@@ -179,6 +221,8 @@ def read_batches(batches: Iterable[Batch], most: int | None = None) -> list[Batc
     for batch in found:
         if not isinstance(batch, Mapping) or not any(isinstance(value, Tensor) for value in batch.values()):
             raise HfGrowError(f"Each batch must be a dict of tensors for model(**batch), not {type(batch).__name__}.")
+        if batch_size(batch) == 0:
+            raise HfGrowError("A batch holds no sequences.")
     return found
 
 
@@ -198,7 +242,11 @@ def split_sequences(batches: Sequence[Batch], share: float) -> tuple[list[Batch]
             if bool(rows.all()):
                 part.append(batch)
             elif bool(rows.any()):
-                part.append(_take_rows(batch, rows, size))
+                rest = _take_rows(batch, rows, size)
+                # A part of a batch may be without labels where the whole is not; it would have no loss.
+                labels = rest.get("labels")
+                if not isinstance(labels, Tensor) or labels.ndim < 2 or bool((labels != -100).any()):
+                    part.append(rest)
     return choosing, judging
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_grow import linalg
-from hf_grow.config import KINDS, GrowthConfig, as_dict, from_dict
+from hf_grow.config import KINDS, GrowthConfig, as_dict, from_dict, require
 from hf_grow.errors import HfGrowError
 from hf_grow.growth import HeadGrowth, LayerGrowth
 from hf_grow.proposal import propose, slopes
@@ -125,6 +125,8 @@ class GrowthPlan:
 
 def plan_growth(statistics: Statistics, config: GrowthConfig) -> GrowthPlan:
     """Decide what to add where: the amounts the config names, or its budget spent where it promises most."""
+    require(statistics, Statistics)
+    require(config, GrowthConfig)
     device = statistics.layers[0].query.device
     # Half precision on CUDA wants multiples of eight.
     config = replace(config, align=config.align or (8 if device.type == "cuda" else 1))
@@ -174,47 +176,19 @@ class _Planner:
 
     def by_amount(self) -> list[Amounts]:
         """The amounts the config names for each layer, checked."""
-        places = [layer.place for layer in self.statistics.layers]
-        amounts = [{kind: _amount(getattr(self.config, kind), place) for kind in KINDS} for place in places]
-        for kind in KINDS:
-            _check_layers(getattr(self.config, kind), kind, places)
+        amounts = check_amounts([layer.place for layer in self.statistics.layers], self.config)
         for layer, amount in zip(self.statistics.layers, amounts, strict=True):
-            self._align(layer, amount)
-            self._check_room(layer, amount)
+            self._check_collected(layer, amount)
         return amounts
 
-    def _align(self, layer: AttentionStatistics, amount: Amounts) -> None:
-        align = self.config.align or 1
-        for kind, width in (("columns", layer.place.query_key_dim), ("value_columns", layer.place.value_dim)):
-            if amount[kind] > 0:
-                amount[kind] = -(-(width + amount[kind]) // align) * align - width
-
-    def _check_room(self, layer: AttentionStatistics, amount: Amounts) -> None:
-        place, columns = layer.place, amount["columns"]
-        inputs = min(place.inputs["query"], place.inputs["key"])
-        room = inputs - (0 if place.rotary_dim else place.query_key_dim)
-        if columns > room:
-            raise HfGrowError(
-                f"Layer {place.label} has room for {max(room, 0)} more query/key columns: its heads read {inputs} "
-                f"inputs and have {place.query_key_dim} columns. {columns} were asked for."
-            )
-        if place.query_key_dim + columns < 1:
-            raise HfGrowError(
-                f"Layer {place.label} has {place.query_key_dim} query/key columns: {-columns} are too many."
-            )
-        found = {"columns": layer.columns, "value_columns": layer.values}
-        for kind, candidates in found.items():
+    def _check_collected(self, layer: AttentionStatistics, amount: Amounts) -> None:
+        for kind, candidates in {"columns": layer.columns, "value_columns": layer.values}.items():
             known = 0 if candidates is None else candidates.rank
             if amount[kind] > known and self.config.strategy == "append":
                 raise HfGrowError(
-                    f"{amount[kind]} {kind.replace('_', ' ')} were asked for in layer {place.label}, but {known} were "
-                    f"collected: use CollectConfig({kind}={amount[kind]})."
+                    f"{amount[kind]} {kind.replace('_', ' ')} were asked for in layer {layer.place.label}, but {known} "
+                    f"were collected: use CollectConfig({kind}={amount[kind]})."
                 )
-        if amount["heads"] > place.n_kv_heads + 1:
-            raise HfGrowError(
-                f"At most {place.n_kv_heads + 1} heads can be added to layer {place.label} at once: one for each "
-                "present pattern and one for the uniform one."
-            )
 
     def by_budget(self) -> list[Amounts]:
         """The budget spent step by step on the best held-out gain per parameter."""
@@ -239,12 +213,13 @@ class _Planner:
         found = []
         for kind in (kind for kind in KINDS if kind in self.statistics.config.measured_kinds):
             more = dict(amount) | {kind: amount[kind] + 1}
-            self._align(layer, more)
+            _align(layer.place, more, self.config.align or 1)
             # A head that copies a pattern takes over its value columns; more of them would be the same again.
             if kind == "value_columns" and now is not None and any(head.copy is not None for head in now.growth.heads):
                 continue
             try:
-                self._check_room(layer, more)
+                _check_room(layer.place, more)
+                self._check_collected(layer, more)
             except HfGrowError:
                 continue
             then = self.layer(layer, more)
@@ -289,7 +264,8 @@ def _replacing_decrease(layer: AttentionStatistics, growth: LayerGrowth, step: f
     query, key = growth.replaced(step, {"query": layer.query, "key": layer.key})
     heads = query.shape[0]
     change = query @ linalg.repeat_groups(key, heads).mT - layer.query @ linalg.repeat_groups(layer.key, heads).mT
-    return -layer.place.scaling * float((growth.score_gradient() * change).sum())
+    assert growth.gradient is not None
+    return -layer.place.scaling * float((growth.gradient * change).sum())
 
 
 def _expected(plan: LayerPlan) -> float:
@@ -304,6 +280,41 @@ def _layer_plan(content: dict) -> LayerPlan:
     growth["place"] = Place(**growth["place"])
     growth["heads"] = tuple(HeadGrowth(**head) for head in growth["heads"])
     return LayerPlan(**content | {"growth": LayerGrowth(**growth)})
+
+
+def check_amounts(places: Sequence[Place], config: GrowthConfig) -> list[Amounts]:
+    """The amounts that a config names for each layer, refused where a layer is unknown or has no room."""
+    for kind in KINDS:
+        _check_layers(getattr(config, kind), kind, places)
+    amounts = [{kind: _amount(getattr(config, kind), place) for kind in KINDS} for place in places]
+    for place, amount in zip(places, amounts, strict=True):
+        _align(place, amount, config.align or 1)
+        _check_room(place, amount)
+    return amounts
+
+
+def _align(place: Place, amount: Amounts, align: int) -> None:
+    for kind, width in (("columns", place.query_key_dim), ("value_columns", place.value_dim)):
+        if amount[kind] > 0:
+            amount[kind] = -(-(width + amount[kind]) // align) * align - width
+
+
+def _check_room(place: Place, amount: Amounts) -> None:
+    columns = amount["columns"]
+    inputs = min(place.inputs["query"], place.inputs["key"])
+    room = inputs - (0 if place.rotary_dim else place.query_key_dim)
+    if columns > room:
+        raise HfGrowError(
+            f"Layer {place.label} has room for {max(room, 0)} more query/key columns: its heads read {inputs} "
+            f"inputs and have {place.query_key_dim} columns. {columns} were asked for."
+        )
+    if place.query_key_dim + columns < 1:
+        raise HfGrowError(f"Layer {place.label} has {place.query_key_dim} query/key columns: {-columns} are too many.")
+    if amount["heads"] > place.n_kv_heads + 1:
+        raise HfGrowError(
+            f"At most {place.n_kv_heads + 1} heads can be added to layer {place.label} at once: one for each "
+            "present pattern and one for the uniform one."
+        )
 
 
 def _amount(amount: Any, place: Place) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_grow import linalg
 from hf_grow.modeling.growable_attention import AttentionSite
 from hf_grow.observe import Attachment, Extra, Observer, input_sizes
-from hf_grow.passes import Batch, Passes, token_mask
+from hf_grow.passes import Batch, Passes, batch_size, token_mask
 
 
 def collect_grams(
@@ -23,19 +23,30 @@ def collect_grams(
 ) -> list[tuple[Tensor, Tensor]]:
     """The query and key gram of every attention module per sequence, by forward passes alone."""
     observers = [Observer(site) for site in sites]
-    grams: list[list[Tensor | float]] = [[0.0, 0.0] for _ in sites]
+    sums = [part for site in sites for part in _zero_grams(site)]
     sequences = 0
     with closing(passes.watch(batches, observers, "grams")) as stream:
         for batch, size in stream:
-            sequences += size
-            for sums, observer in zip(grams, observers, strict=True):
-                query = _gram(observer, batch, "query")
-                shared = observer.inputs["key"] is observer.inputs["query"]
-                key = query if shared else _gram(observer, batch, "key")
-                sums[:] = [sums[0] + query, sums[1] + key]
-    flat = [torch.as_tensor(part) for sums in grams for part in sums]
-    *flat, count = passes.reduce([*flat, torch.tensor(float(sequences), dtype=torch.float64)])
-    return [(flat[2 * i] / float(count), flat[2 * i + 1] / float(count)) for i in range(len(sites))]
+            new = [gram for observer in observers for gram in _grams(observer, batch)]
+            # What is not finite is counted and judged when gradients are taken.
+            if all(bool(torch.isfinite(gram).all()) for gram in new):
+                sums = [old + gram for old, gram in zip(sums, new, strict=True)]
+                sequences += size
+    *sums, count = passes.reduce([*sums, torch.tensor(float(sequences), dtype=torch.float64)])
+    means = [part / max(float(count), 1.0) for part in sums]
+    return list(zip(means[::2], means[1::2], strict=True))
+
+
+def _zero_grams(site: AttentionSite) -> list[Tensor]:
+    sizes, device = input_sizes(site), next(site.projections())[0].weight.device
+    dtype = linalg.working_dtype(device)
+    return [torch.zeros(sizes[role], sizes[role], dtype=dtype, device=device) for role in ("query", "key")]
+
+
+def _grams(observer: Observer, batch: Batch) -> list[Tensor]:
+    query = _gram(observer, batch, "query")
+    shared = observer.site.kind == "self" and observer.inputs["key"] is observer.inputs["query"]
+    return [query, query if shared else _gram(observer, batch, "key")]
 
 
 def _gram(observer: Observer, batch: Batch, role: str) -> Tensor:
@@ -96,24 +107,32 @@ def _zero_side(site: AttentionSite, role: str, probe: Tensor, head: NewHead | No
 def _summed(
     passes: Passes, attachments: Sequence[Attachment], batches: Sequence[Batch], what: str, grams: bool = False
 ) -> list[list[Tensor]]:
-    """The gradients of each attachment's leaves per sequence; with `grams` also those of what each head read."""
-    sums: list[list[Tensor]] = []
-    sequences = 0
+    """The gradients of each attachment's leaves for the mean loss; with `grams` also those of what each head read."""
+    sums = [_zero_sums(attachment, grams) for attachment in attachments]
+    weights, sequences = 0.0, 0
     with closing(passes.gradients(batches, attachments, what=what)) as stream:
-        for batch, size, gradients in stream:
-            sequences += size
-            if grams:
-                for found, attachment in zip(gradients, attachments, strict=True):
-                    found += _read_grams(attachment, batch)
-            new = [[part.to(linalg.working_dtype(part.device)) for part in found] for found in gradients]
-            for old, add in zip(sums, new, strict=bool(sums)):
-                old[:] = [first + second for first, second in zip(old, add, strict=True)]
-            sums = sums or new
-    lengths = [len(found) for found in sums]
-    flat = [part for found in sums for part in found]
-    *flat, count = passes.reduce([*flat, torch.tensor(float(sequences), dtype=torch.float64)])
-    parts = iter(part / float(count) for part in flat)
-    return [[next(parts) for _ in range(length)] for length in lengths]
+        for batch, weight, gradients in stream:
+            weights, sequences = weights + weight, sequences + batch_size(batch)
+            for old, found, attachment in zip(sums, gradients, attachments, strict=True):
+                new = [*found, *(_read_grams(attachment, batch) if grams else ())]
+                old[:] = [first + second.to(first.dtype) for first, second in zip(old, new, strict=True)]
+    counts = torch.tensor([weights, float(sequences)], dtype=torch.float64)
+    *flat, counts = passes.reduce([*(part for found in sums for part in found), counts])
+    weights, sequences = (max(count, 1.0) for count in counts.tolist())
+    means, parts = [], iter(flat)
+    for attachment, found in zip(attachments, sums, strict=True):
+        leaves = len(attachment.leaves())
+        means.append([next(parts) / (weights if index < leaves else sequences) for index in range(len(found))])
+    return means
+
+
+def _zero_sums(attachment: Attachment, grams: bool) -> list[Tensor]:
+    zeros = [torch.zeros_like(leaf, requires_grad=False) for leaf in attachment.leaves()]
+    if grams:
+        for output in (attachment.extra.output, attachment.extra.head_output):
+            if output is not None:
+                zeros.append(output.new_zeros(output.shape[0], output.shape[1], output.shape[1]).detach())
+    return [part.to(linalg.working_dtype(part.device)) for part in zeros]
 
 
 def driving_inputs(

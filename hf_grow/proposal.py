@@ -20,10 +20,11 @@ def propose(
     place, columns = layer.place, amount["columns"]
     growth = LayerGrowth(place, config.strategy, query_key_dim=place.query_key_dim + columns)
     if config.strategy != "append" or config.line_search == "full_rank":
-        query, key = _whole_change(layer, config, collected)
+        query, key = _whole_change(layer)
         growth = replace(growth, change_query=query, change_key=key)
     if config.strategy != "append":
-        return replace(growth, query_gram=layer.query_gram, key_gram=layer.key_gram)
+        gradient = _score_gradient(layer, collected)
+        return replace(growth, query_gram=layer.query_gram, key_gram=layer.key_gram, gradient=gradient)
     if columns > 0 and layer.columns is not None:
         query, key = layer.columns.first[..., :columns], layer.columns.second[..., :columns]
         growth = replace(growth, query=query, key=key)
@@ -32,17 +33,24 @@ def propose(
     return replace(growth, heads=_best_heads(layer, amount["heads"], values, growth.query_key_dim))
 
 
-def _whole_change(layer: AttentionStatistics, config: GrowthConfig, collected: CollectConfig) -> tuple[Tensor, Tensor]:
-    """The wanted change without truncation as query and key columns: A⁺TB⁺ and the identity, or all the sketch has."""
-    if layer.sums is None:
+def _whole_change(layer: AttentionStatistics) -> tuple[Tensor, Tensor]:
+    """The whole wanted change as query and key columns: itself and the identity, or all that the sketch has."""
+    if layer.change is None:
         if layer.columns is None:
             raise HfGrowError("The statistics know nothing of columns: collect with kinds=('columns',).")
         return layer.columns.first, layer.columns.second
-    mean = layer.sums[0].mean()
-    numerics = (collected.inverse, collected.cutoff, collected.ridge)
-    inverses = [linalg.inverse(gram, *numerics) for gram in (mean.query_gram, mean.key_gram)]
-    identity = torch.eye(mean.key_gram.shape[0], dtype=mean.key_gram.dtype, device=mean.key_gram.device)
-    return inverses[0] @ mean.gradient @ inverses[1], identity.expand(layer.place.n_kv_heads, -1, -1)
+    inputs = layer.place.inputs["key"]
+    identity = torch.eye(inputs, dtype=layer.change.dtype, device=layer.change.device)
+    return layer.change, identity.expand(layer.place.n_kv_heads, -1, -1)
+
+
+def _score_gradient(layer: AttentionStatistics, collected: CollectConfig) -> Tensor:
+    """T, or what the sketch knows of it."""
+    if layer.sums is not None:
+        return layer.sums[0].mean().gradient
+    query, key = _whole_change(layer)
+    grams = [linalg.ridged(gram, collected.ridge) for gram in (layer.query_gram, layer.key_gram)]
+    return grams[0] @ query @ linalg.repeat_groups(key, query.shape[0]).mT @ grams[1]
 
 
 def _best_heads(

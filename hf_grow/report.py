@@ -10,7 +10,8 @@ from typing import Any
 class GrowthReport:
     """What `insert_growth` did.
 
-    form          "stepped": new weights lower the loss at once; "preserving": nothing changes until training
+    form          "stepped": new weights lower the loss at once; "preserving": nothing changes until training; "shrunk":
+                  fewer columns, and no step
     step          the multiple of the planned steps that was taken; with one step for each layer, their list
     steps         what that makes by kind, for a shared step
     curve         all multiples tried, each with its loss on the line-search batches

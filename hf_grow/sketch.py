@@ -194,7 +194,7 @@ class SketchCollector(Collector):
         return searched + measured, outside[..., :-count].square().sum((1, 2)) / (whitened.shape[-1] - count)
 
     def _held_out(self, found: list[Directions], heads: list[NewHead] | None = None) -> list[Tensor | None]:
-        if not self.judging:
+        if not self.judged:
             return [None] * len(found)
         keys = [direction.key for direction in found]
         answers = score_products(self.passes, self.sites, self.judging, keys, "key", heads)
@@ -208,7 +208,7 @@ class SketchCollector(Collector):
         solved = find_circuits(self.passes, self.sites, phases, factors, width, self._best_circuits, self.generator)
         found, gains = [part for part, _ in solved], [gain for _, gain in solved]
         judged: list = [(None, None)] * len(layers)
-        if self.judging:
+        if self.judged:
             values = [torch.cat((part.value, part.uniform_value)) for part in found]
             answers = output_products(self.passes, self.sites, self.judging, values)
             judged = [part.gains(*answer) for part, answer in zip(found, answers, strict=True)]

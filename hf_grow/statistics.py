@@ -56,6 +56,8 @@ class Place:
 class AttentionSums:
     """Sums over sequences for one attention module; nothing is normalised, so sums of parts are the sum of the whole.
 
+    Gradients are those of the loss summed over what it is a mean of, labels or sequences: `weight` counts these.
+
     gradient       Σ X_qᵀ G X_k (heads, query inputs, key inputs)
     query_gram     Σ X_qᵀX_q over tokens that are not padding; key_gram likewise
     value_gradient Σ (A₀X)ᵀE (heads + 1, value inputs, outputs): each head's pattern A₀, and last the uniform one
@@ -69,6 +71,7 @@ class AttentionSums:
     value_gradient: Tensor | None = None
     pattern_gram: Tensor | None = None
     sequences: int = 0
+    weight: float = 0.0
 
     def merge(self, other: "AttentionSums") -> "AttentionSums":
         """The sums of both."""
@@ -76,11 +79,11 @@ class AttentionSums:
         return AttentionSums(**{name: first if second is None else first + second for name, first, second in parts})
 
     def mean(self) -> "AttentionSums":
-        """The same per sequence."""
-        count = max(self.sequences, 1)
+        """Grams per sequence, and gradients of the mean loss."""
         values = {part.name: getattr(self, part.name) for part in fields(self)}
-        means = {name: value / count for name, value in values.items() if isinstance(value, Tensor)}
-        return AttentionSums(**means, sequences=1)
+        counts = {name: self.weight if "gradient" in name else self.sequences for name in values}
+        means = {name: part / max(counts[name], 1) for name, part in values.items() if isinstance(part, Tensor)}
+        return AttentionSums(**means, sequences=1, weight=1.0)
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,7 @@ class AttentionStatistics:
     columns        new query/key columns; values: new value columns for the present heads
     uniform        the value and output side of one new head that attends uniformly; uniform_scores its query/key side
     sums           with exact collection: the sums of the sequences that chose and of those that judged
+    change         with exact collection: the whole wanted change of the scores, A⁺TB⁺ or what the estimator makes of it
     """
 
     place: Place
@@ -137,6 +141,7 @@ class AttentionStatistics:
     uniform: Candidates | None = None
     uniform_scores: Candidates | None = None
     sums: tuple[AttentionSums, AttentionSums] | None = None
+    change: Tensor | None = None
 
     def total(self) -> AttentionSums:
         """With exact collection: the sums over all sequences."""
@@ -293,7 +298,7 @@ def write_tensors(value: Any, path: str | os.PathLike, what: str) -> None:
     try:
         save_file(tensors, aside, metadata={"hf_grow": what, "format": str(FORMAT), "content": json.dumps(content)})
         aside.replace(file)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise HfGrowError(f"{file} cannot be written: {error}") from error
     finally:
         aside.unlink(missing_ok=True)

@@ -199,6 +199,8 @@ class Change:
                     weight, bias = weight[:, :-1], weight[:, -1]
             old = weight_rows(projection)
             if weight.shape != old.shape or (weight.device.type != "meta" and not _same(projection, weight, bias)):
+                if weight.device.type != "meta" and not bool(torch.isfinite(weight).all()):
+                    raise HfGrowError(f"The new weights of {self.site.name} would not be finite; nothing was changed.")
                 yield projection, new_parameters(projection, weight, bias)
 
 

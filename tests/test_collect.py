@@ -1,6 +1,7 @@
 """Collection against slow loops and finite differences, and what it leaves behind: nothing."""
 
 import copy
+from math import isfinite
 
 import pytest
 import torch
@@ -104,7 +105,11 @@ def test_the_gradient_equals_an_explicit_loop_over_sequences(model_type, stock_c
     sequences = sequences_of(labelled(model))
     found = exact_sums(model, sequences)
     for layer in (0, 1):
-        expected = sum(slow_statistics(model, sequence, layer) for sequence in sequences)
+        weights = [Passes(model).weight(sequence) for sequence in sequences]
+        expected = sum(
+            weight * slow_statistics(model, sequence, layer)
+            for sequence, weight in zip(sequences, weights, strict=True)
+        )
         assert relative_difference(found[layer].gradient, expected) < 1e-5
 
 
@@ -127,7 +132,7 @@ def test_the_first_order_change_of_the_loss_is_the_gradient(model_type, stock_cl
         losses.append(loss_of(twin, inputs).item())
     keys = key.repeat_interleave(query.shape[0] // key.shape[0], dim=0)
     slope = torch.einsum("hip,hij,hjp->", query, sums.gradient, keys) * find_site(model, 1).attention.scaling
-    assert (losses[0] - losses[1]) / (2 * size) == pytest.approx(float(slope) / sums.sequences, rel=5e-3)
+    assert (losses[0] - losses[1]) / (2 * size) == pytest.approx(float(slope) / sums.weight, rel=5e-3)
 
 
 @every_case
@@ -136,7 +141,7 @@ def test_probe_columns_give_products_with_the_gradient(model_type, stock_class, 
     model = growable(model_type, stock_class, changes)
     fill_new_weights(grow_everything(model))
     inputs = labelled(model)
-    exact = [found.gradient / found.sequences for found in exact_sums(model, [inputs, inputs], held_out=0.0)]
+    exact = [found.mean().gradient for found in exact_sums(model, [inputs, inputs], held_out=0.0)]
     generator = torch.Generator().manual_seed(7)
     blocks = [read_blocks(find_site(model, layer)) for layer in (0, 1)]
     probes = [torch.randn(*block[side].shape[:2], 5, generator=generator).double() for block in blocks]
@@ -166,10 +171,9 @@ def test_grams_leave_out_padding():
 
 @pytest.mark.parametrize("collection", ["exact", "sketch"])
 def test_one_batch_of_eight_equals_eight_batches_of_one(collection):
+    """Also with padding: every label counts the same."""
     model = growable("llama", None, {})
     whole = labelled(model, size=8)
-    whole["attention_mask"] = torch.ones_like(whole["input_ids"])
-    whole["labels"] = whole["input_ids"]
     config = CollectConfig(collection=collection, kinds=KINDS, columns=2, value_columns=2, oversampling=2)
     first, second = (collect_statistics(model, batches, config) for batches in ([whole], sequences_of(whole)))
     assert first.sequences == second.sequences == 8
@@ -234,6 +238,7 @@ def snapshot(model):
         "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
         "attributes": [sorted(module.__dict__) for module in model.modules()],
         "kernel": model.config._attn_implementation,
+        "cache": model.config.use_cache,
         "random": torch.get_rng_state(),
     }
 
@@ -292,6 +297,39 @@ def test_bad_batches_are_refused_or_counted(caplog):
     assert kept.layers[0].total().sequences == 40
 
 
+@pytest.mark.parametrize("collection", ["exact", "sketch"])
+def test_sequences_without_labels_and_broken_ones_are_passed_over(collection, caplog):
+    """Parts of a batch may have no labels, and one batch in twenty a loss that is not finite: the rest counts."""
+    model = make_growable(small_model(BertForMaskedLM, "bert"))
+    inputs = labelled(model, size=8)
+    inputs["labels"][1] = -100  # the second sequence judges, alone in its part of the batch with the fifth
+    inputs["labels"][4] = -100
+    config = CollectConfig(collection=collection, columns=2)
+    found = collect_statistics(model, [inputs] * 4, config)
+    assert isfinite(found.loss) and not caplog.text
+    broken = {**inputs, "inputs_embeds": torch.full((8, 9, 32), float("nan"))}
+    del broken["input_ids"]
+    found = collect_statistics(model, [*[inputs] * 30, broken], config)
+    assert isfinite(found.loss) and "not finite" in caplog.text
+    assert all(bool(torch.isfinite(layer.columns.first).all()) for layer in found.layers)
+    with pytest.raises(HfGrowError, match="not finite"):
+        collect_statistics(model, [inputs, broken], config)
+
+
+def test_inference_mode_does_not_hide_the_gradient():
+    model = make_growable(causal_model("gpt2"))
+    with torch.inference_mode():
+        found = collect_statistics(model, [labelled(model, size=8)], CollectConfig(columns=2))
+    assert float(found.layers[0].wanted.sum()) > 0
+
+
+def test_unused_cross_attention_is_named():
+    model = make_growable(small_model(BertLMHeadModel, "bert", is_decoder=True, add_cross_attention=True))
+    for collection in ("exact", "sketch"):
+        with pytest.raises(HfGrowError, match=r"crossattention.* needs encoder_hidden_states"):
+            collect_statistics(model, [labelled(model)], CollectConfig(collection=collection))
+
+
 def slow_circuit(model, inputs, layer):
     """R of every head's own pattern and the gram of what it reads, from attention weights and plain hooks."""
     model.set_attn_implementation("eager")
@@ -338,18 +376,18 @@ def test_circuits_equal_an_explicit_loop(model_type, stock_class, changes):
     heads, size = sites[0].attention.n_heads, len(inputs["input_ids"])
     for layer in (0, 1):
         gradient, gram = slow_circuit(model, inputs, layer)
-        assert relative_difference(found[layer].value_gradient[:heads] / size, gradient) < 1e-5
+        assert relative_difference(found[layer].mean().value_gradient[:heads], gradient) < 1e-5
         assert relative_difference(found[layer].pattern_gram[:heads], gram) < 1e-5
         groups = sites[layer].attention.n_kv_heads
         expected = (gradient @ outputs[layer][:-1].mT).reshape(groups, -1, *gradient.shape[1:2], 3).sum(1)
         assert relative_difference(driving[layer][:-1], expected) < 1e-5
-        uniform = found[layer].value_gradient[-1] / size @ outputs[layer][-1].T
+        uniform = found[layer].mean().value_gradient[-1] @ outputs[layer][-1].T
         assert relative_difference(driving[layer][-1], uniform) < 1e-5
         values = [torch.randn(groups + 1, gradient.shape[1], 3, generator=generator).double() for _ in sites]
         products = output_products(Passes(model), sites, [inputs], values, grams=True)[layer]
         repeated = values[layer][:-1].repeat_interleave(heads // groups, dim=0)
         assert relative_difference(products[0], repeated.mT @ gradient) < 1e-5
-        assert relative_difference(products[1][0], values[layer][-1].T @ found[layer].value_gradient[-1] / size) < 1e-5
+        assert relative_difference(products[1][0], values[layer][-1].T @ found[layer].mean().value_gradient[-1]) < 1e-5
         assert relative_difference(products[2] * size, repeated.mT @ gram @ repeated) < 1e-5
 
 

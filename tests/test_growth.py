@@ -26,10 +26,15 @@ def statistics_of(model, batches, **changes):
 
 
 def loss_of(model, batches):
-    """The loss by plain evaluation, weighted by sequences."""
-    with torch.no_grad():
-        losses = [(float(model(**batch).loss), len(batch["input_ids"])) for batch in batches]
-    return sum(loss * size for loss, size in losses) / sum(size for _, size in losses)
+    """The loss by plain evaluation, over all labels."""
+    total, count = 0.0, 0
+    for batch in batches:
+        with torch.no_grad():
+            loss = float(model(**batch).loss)
+        labels = batch["labels"][..., 1:] if model.loss_type == "ForCausalLM" else batch["labels"]
+        size = int((labels != -100).sum())
+        total, count = total + loss * size, count + size
+    return total / count
 
 
 @every_case
@@ -144,11 +149,16 @@ def test_refactor_grows_updates_and_shrinks(columns, collection):
     statistics = collect_statistics(model, batches, collect)
     config = GrowthConfig(columns=columns, strategy="refactor", step_size=0.0)
     preserved = copy.deepcopy(model)
-    insert_growth(preserved, plan_growth(statistics, config), batches)
+    shown = insert_growth(preserved, plan_growth(statistics, config), batches, dry_run=True)
+    done = insert_growth(preserved, plan_growth(statistics, config), batches)
+    assert done.loss_after == pytest.approx(shown.loss_after, rel=1e-6)
+    assert done.form == ("preserving" if columns >= 0 else "shrunk")
     before, after = model(**batches[0]).logits, preserved(**batches[0]).logits
     assert preserved.growth_summary()["layers"][0]["query_key_dim"] == 8 + columns
     if columns >= 0:
         assert relative_difference(after, before) < 1e-5
+        blocks = hf_grow.structure.read_blocks(hf_grow.structure.find_site(preserved, 0))
+        assert not columns or blocks["query"][..., 8:].norm(dim=1).min() > 0.1  # no pair that could never learn
     else:
         assert relative_difference(after, before) > 1e-3
     grown = copy.deepcopy(model)
@@ -219,6 +229,24 @@ def test_a_budget_is_spent_and_never_exceeded(budget):
     assert model.num_parameters() == parameters + plan.parameters_added
 
 
+def test_a_budget_weighs_gains_by_parameters():
+    """A head that promises twice as much as a column but costs four times as much comes last."""
+    model = hf_grow.make_growable(causal_model("gpt2"))
+    statistics = statistics_of(model, sequences_of(labelled(model, size=16, length=40)), kinds=("columns", "heads"))
+    statistics = replace(statistics, calibrations=dict.fromkeys(("columns", "heads"), Calibration(1.0, 1.0, 1.0)))
+    place = statistics.layers[0].place
+    head = place.cost("heads", place.query_key_dim, place.value_dim)
+    assert head > 3 * place.cost("columns", place.query_key_dim, place.value_dim)
+    for layer in statistics.layers:
+        layer.columns.held_out.fill_(1.0 / place.n_heads)
+        layer.values.held_out.zero_()
+    for gain, expected in ((2.0, 0), (8.0, 1)):
+        for layer in statistics.layers:
+            layer.uniform.held_out.fill_(gain / place.value_dim)
+        plan = plan_growth(statistics, GrowthConfig(budget=head))
+        assert sum(layer.growth.count("heads") for layer in plan.layers) == expected
+
+
 def test_a_budget_goes_where_held_out_gains_are_largest():
     model = hf_grow.make_growable(causal_model("gpt2"))
     statistics = statistics_of(model, sequences_of(labelled(model, size=16, length=40)), kinds=("columns",))
@@ -253,7 +281,7 @@ def test_bad_plans_are_refused_before_anything_changes():
         insert_growth(other, plan, batches)
     twin = copy.deepcopy(model)
     with torch.no_grad():
-        twin.transformer.h[0].attn.c_attn.weight[0, 0] += 1
+        twin.transformer.h[0].attn.c_attn.bias[0] += 1
     with pytest.raises(HfGrowError, match="made for another model"):
         insert_growth(twin, plan, batches)
     with pytest.raises(HfGrowError, match="must be a GrowthPlan"):
@@ -262,6 +290,24 @@ def test_bad_plans_are_refused_before_anything_changes():
         insert_growth(model, plan, [{"input_ids": batches[0]["input_ids"] + 10_000, "labels": batches[0]["labels"]}])
     with pytest.raises(HfGrowError, match="no batch"):
         insert_growth(model, plan, [])
+    with pytest.raises(HfGrowError, match="no sequences"):
+        insert_growth(model, plan, [{name: value[:0] for name, value in batches[0].items()}])
+    with pytest.raises(HfGrowError, match="1 of 1 batches"):
+        insert_growth(model, plan, [{**batches[0], "labels": torch.full_like(batches[0]["labels"], -100)}])
+    huge = GrowthPlan(**vars(plan) | {"config": GrowthConfig(columns=2, step_size=1e80), "steps": {"columns": 1.0}})
+    with pytest.raises(HfGrowError, match="would not be finite"):
+        insert_growth(model, huge, batches)
+    for wrong_call in (
+        lambda: hf_grow.grow(model, batches, {"columns": 2}),
+        lambda: plan_growth(statistics, {"columns": 2}),
+        lambda: collect_statistics(model, batches, GrowthConfig(columns=2)),
+    ):
+        with pytest.raises(HfGrowError, match="Give a "):
+            wrong_call()
+    with pytest.raises(HfGrowError, match="cannot be written"):
+        plan.save("absent-folder/plan.safetensors")
+    with pytest.raises(HfGrowError, match="room for"):
+        hf_grow.grow(model, iter(batches), GrowthConfig(columns=30))
     assert_equal(snapshot(model), before)
     assert model.growth_history["events"] == []
     rotary = hf_grow.make_growable(causal_model("llama"))
@@ -297,6 +343,7 @@ def test_bad_growth_configs_are_refused(values, message):
         ({"collection": "guess"}, "sketch, exact"),
         ({"kinds": ("layers",)}, "columns, value_columns, heads"),
         ({"kinds": ()}, "at least one"),
+        ({"kinds": 5}, "must be a tuple"),
         ({"products": 1}, "at least 2"),
         ({"held_out": 1.0}, "below 1"),
         ({"estimator": "exact"}, "collection='exact'"),

@@ -121,19 +121,25 @@ def test_new_columns_change_the_scores_by_the_step():
     assert torch.allclose(added, -0.3 * states @ found.query @ found.key.mT @ states.T)
 
 
-def test_the_bottleneck_is_what_training_the_present_columns_cannot_reach():
-    """Least squares over all changes of W_Q and W_K leaves exactly the bottleneck."""
-    whitened = draw(1, 5, 5, seed=1)
-    query, key = draw(1, 5, 2, seed=2), draw(1, 5, 2, seed=3)
-    identity = torch.eye(5, dtype=torch.float64)
-    rest = linalg.whiten(whitened, *sides(identity, identity, (query, key)))
-    columns = []
-    for row in range(5):
-        for column in range(2):
-            unit = torch.zeros(5, 2, dtype=torch.float64)
-            unit[row, column] = 1
-            columns += [(unit @ key[0].T).flatten(), (query[0] @ unit.T).flatten()]
-    basis = torch.stack(columns, dim=1)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_bottleneck_is_what_training_the_present_columns_cannot_reach(groups):
+    """Least squares over all changes of W_Q and W_K leaves exactly the bottleneck, also where heads share W_K."""
+    heads, size, columns = 2, 5, 2
+    whitened = draw(heads, size, size, seed=1)
+    query, key = draw(heads, size, columns, seed=2), draw(groups, size, columns, seed=3)
+    identity = torch.eye(size, dtype=torch.float64)
+    left, right = linalg.side(identity, identity, query, groups), linalg.side(identity, identity, key)
+    rest = linalg.whiten(whitened, left, right)
+    reached = []
+    for kind, count in (("query", heads), ("key", groups)):
+        for owner in range(count):
+            for place in range(size * columns):
+                unit = torch.zeros(count, size, columns, dtype=torch.float64)
+                unit[owner].view(-1)[place] = 1
+                keys, change = linalg.repeat_groups(key, heads), linalg.repeat_groups(unit, heads)
+                product = unit @ keys.mT if kind == "query" else query @ change.mT
+                reached.append(product.flatten())
+    basis = torch.stack(reached, dim=1)
     solution = torch.linalg.lstsq(basis, whitened.flatten()[:, None], driver="gelsd").solution
     assert torch.allclose(rest.flatten(), whitened.flatten() - (basis @ solution).flatten(), atol=1e-10)
 
@@ -189,13 +195,14 @@ def test_refactor_with_a_step_and_room_for_it_takes_the_full_step():
     assert torch.allclose(0.5 * states @ new_query @ new_key.mT @ states.T, states @ wanted @ states.T, atol=1e-8)
 
 
+@pytest.mark.parametrize("scaling", [0.5, -0.5])
 @pytest.mark.parametrize("groups", [2, 1])
-def test_the_plain_step_follows_the_gradient_and_has_unit_size(groups):
+def test_the_plain_step_follows_the_gradient_and_has_unit_size(groups, scaling):
     states, gradient, gram = instance(21)
     query, key = draw(2, 6, 3, seed=6).requires_grad_(), draw(groups, 6, 3, seed=7).requires_grad_()
     product = query @ key.repeat_interleave(2 // groups, dim=0).mT
-    wanted = torch.autograd.grad((gradient * product).sum(), (query, key))
-    changes = linalg.plain_step(query.detach(), key.detach(), gradient, gram, gram, scaling=0.5)
+    wanted = torch.autograd.grad(scaling * (gradient * product).sum(), (query, key))
+    changes = linalg.plain_step(query.detach(), key.detach(), gradient, gram, gram, scaling=scaling)
     for change, slope in zip(changes, wanted, strict=True):
         assert torch.nn.functional.cosine_similarity(change.flatten(), -slope.flatten(), dim=0) > 1 - 1e-9
     query, key, product, small = query.detach(), key.detach(), product.detach(), 1e-6

@@ -26,7 +26,7 @@ def load_model(name: str, revision: str | None = None, device: str | None = None
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         return model.to(device)
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
         raise HfGrowError(f"There is no device {device!r} here: use cpu, or leave --device away.") from error
 
 
