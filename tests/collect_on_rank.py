@@ -12,12 +12,11 @@ from hf_grow import CollectConfig, collect_statistics, make_growable
 from hf_grow.config import KINDS
 
 if __name__ == "__main__":
-    folder, collection = Path(sys.argv[1]), sys.argv[2]
+    folder, collection, size, held_out = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
     model = make_growable(causal_model("llama")).double()
-    # Seven sequences on two processes: the last batch is uneven.
-    share = sequences_of(labelled(model, size=7))[accelerator.process_index :: accelerator.num_processes]
-    config = CollectConfig(collection=collection, kinds=KINDS, columns=2, value_columns=2, held_out=0.0)
+    share = sequences_of(labelled(model, size=size))[accelerator.process_index :: accelerator.num_processes]
+    config = CollectConfig(collection=collection, kinds=KINDS, columns=2, value_columns=2, held_out=held_out)
     found = collect_statistics(model, share, config, accelerator=accelerator)
     found.save(folder / f"{accelerator.num_processes}-{accelerator.process_index}.safetensors")

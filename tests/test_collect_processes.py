@@ -11,12 +11,12 @@ from models import relative_difference
 from hf_grow import Statistics
 
 
-def run(processes, folder, collection):
+def run(processes, folder, collection, size=7, held_out=0.0):
     """Collect on so many gloo processes, on loopback."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone"]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     script = Path(__file__).parent / "collect_on_rank.py"
-    arguments = [script, folder, collection]
+    arguments = [script, folder, collection, str(size), str(held_out)]
     done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     return [Statistics.load(folder / f"{processes}-{rank}.safetensors") for rank in range(processes)]
@@ -25,6 +25,7 @@ def run(processes, folder, collection):
 @pytest.mark.slow
 @pytest.mark.parametrize("collection", ["exact", "sketch"])
 def test_two_processes_find_what_one_finds(tmp_path, collection):
+    """On seven sequences, so that the last batch is uneven."""
     (alone,) = run(1, tmp_path, collection)
     pair = run(2, tmp_path, collection)
     for found in pair:
@@ -37,3 +38,14 @@ def test_two_processes_find_what_one_finds(tmp_path, collection):
             if collection == "exact":
                 assert relative_difference(other.total().gradient, one.total().gradient) < 1e-5
     assert pair[0].steps == pair[1].steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("collection", ["exact", "sketch"])
+def test_a_process_without_judges_takes_part(tmp_path, collection):
+    """Of three sequences, two go to the first process and one of these judges; the second process has none."""
+    first, second = run(2, tmp_path, collection, size=3, held_out=0.25)
+    assert first.sequences == second.sequences == 3 and first.steps == second.steps
+    for one, other in zip(first.layers, second.layers, strict=True):
+        assert one.columns.held_out is not None
+        assert relative_difference(other.columns.held_out, one.columns.held_out) < 1e-9

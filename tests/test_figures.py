@@ -240,7 +240,7 @@ def test_a_report_folder_has_the_page_and_its_figures(tmp_path, measured, report
 @pytest.mark.parametrize("kind", KINDS)
 def test_offers_are_what_a_plan_expects(measured, kind):
     found = measured[0]
-    plan = plan_growth(found, GrowthConfig(**{kind: AMOUNTS[kind]}), align=1)
+    plan = plan_growth(found, GrowthConfig(**{kind: AMOUNTS[kind]}, align=1))
     for layer, planned in zip(found.summary()["layers"], plan.summary()["layers"], strict=True):
         offer = layer["offers"][kind]
         assert offer["parameters"] == planned["parameters_added"] and offer["amount"] == AMOUNTS[kind]
