@@ -46,7 +46,7 @@ h1 { line-height: 1.2; } h2 { margin-top: 2.5rem; border-bottom: 1px solid var(-
 .facts dt { color: var(--soft); font-size: 0.8rem; } .facts dd { margin: 0; font-size: 1.15rem; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.3rem 0.7rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { white-space: normal; vertical-align: bottom; color: var(--soft); font-weight: 600; }
+th { white-space: normal; overflow-wrap: normal; vertical-align: bottom; color: var(--soft); font-weight: 600; }
 figure { margin: 1.5rem 0; } figcaption { color: var(--soft); font-size: 0.9rem; }
 img { max-width: 100%; background: #ffffff; border-radius: 8px; padding: 0.5rem; box-sizing: border-box; }
 .words dt { font-weight: 600; } .words dd { margin: 0 0 0.4rem 1.2rem; }

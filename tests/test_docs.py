@@ -53,3 +53,11 @@ def test_the_collection_benchmark_prints_its_tables(tmp_path):
     assert megabytes["training"] > 4 * ((512 + 1024) * 64 + 12 * 64**2) / 2**20
     assert megabytes["grams"] < megabytes["key probes"] < megabytes["exact"]
     assert {row["collection"] for row in found["solving"]} == {"sketch", "exact"}
+
+
+def test_the_comparison_of_choices_prints_its_tables():
+    command = [sys.executable, ROOT / "scripts" / "compare_choices.py", "--tables", "sketch"]
+    sizes = ["--length", "16", "--sequences", "16"]
+    done = subprocess.run([*command, *sizes], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "phases='split'" in done.stdout
