@@ -42,7 +42,7 @@ def grow(
     searched = None if line_search_batches is None else read_batches(line_search_batches)
     if not isinstance(model, GrowableModel):
         make_growable(model)
-    check_amounts([place_of(site) for site in growable_sites(model)], config)
+    check_growth(model, config)
     began = time.perf_counter()
     statistics = collect_statistics(model, found, collect, accelerator=accelerator, progress=progress)
     collected = time.perf_counter()
@@ -53,6 +53,11 @@ def grow(
     report = insert_growth(model, plan, searched, accelerator=accelerator, progress=progress)
     seconds = {"collecting": collected - began, "planning": planned - collected, **report.seconds}
     return model, replace(report, seconds=seconds)
+
+
+def check_growth(model: Any, config: GrowthConfig) -> None:
+    """Refuse amounts that the layers of a growable model have no room for, before anything is measured."""
+    check_amounts([place_of(site) for site in growable_sites(model)], config)
 
 
 def collect_config(config: GrowthConfig, collect: CollectConfig | None = None) -> CollectConfig:

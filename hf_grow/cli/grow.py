@@ -17,7 +17,7 @@ from hf_grow.config import LINE_SEARCHES, STEPS, STRATEGIES, CollectConfig, Grow
 from hf_grow.data import DataConfig, load_batches
 from hf_grow.errors import HfGrowError
 from hf_grow.html_report import HTML_FILE, plan_table, report_facts, write_bytes, write_report
-from hf_grow.insert import collect_config, insert_growth
+from hf_grow.insert import check_growth, collect_config, insert_growth
 from hf_grow.passes import Batch
 from hf_grow.passes import batch_size as count_sequences
 from hf_grow.plan import GrowthPlan, plan_growth
@@ -106,6 +106,7 @@ def grow(
     folder = check_destination(out, overwrite, dry_run)
 
     growable = load_model(model, revision, device)
+    check_growth(growable, config)
     tokenizer = load_tokenizer(model, revision)
     batches = load_batches(data, tokenizer, growable, config=wanted)
     statistics = collect_statistics(growable, batches, collect, progress=True)
