@@ -32,7 +32,7 @@ class CollectConfig:
     oversampling   how many more the sketch carries along
     products       how many products with the gradient the sketch takes in turns, from either side
     phases         "all": every product sees all batches; "split": each sees its own, one pass over the data in all,
-                   which finds much less unless there is a lot of data
+                   which is not reliable on little data
     target         "bottleneck": what the present columns cannot express; "gradient": everything; None: the bottleneck,
                    but the gradient for rotated columns, whose span depends on the position
     metric         where a truncation to few columns is best: "whitened" (the optimum), "euclidean", "none"
