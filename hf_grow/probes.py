@@ -75,7 +75,7 @@ def score_products(
 ) -> list[Tensor]:
     """T Ω for key probes Ω (key heads, key inputs, k), or Tᵀ Ψ summed over each group for query probes Ψ (heads, …, k).
 
-    Per sequence, for every attention module; with `new_heads` for the uniform scores of these instead.
+    Of the mean loss, for every attention module; with `new_heads` for the uniform scores of these instead.
     """
     attachments = []
     for index, (site, probe) in enumerate(zip(sites, probes, strict=True)):

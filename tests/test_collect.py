@@ -445,14 +445,12 @@ def test_the_scores_of_a_new_head_have_the_gradient_that_finite_differences_show
     if rotary:
         return  # real heads of rotary families have rotated columns; the symmetry above must do
     zeros = torch.zeros_like(blocks["query"][:group])
-    columns = zeros.shape[-1]
     grown = {}
     # The loss is bilinear in the head's scores and output: a mixed difference has both to first order.
     for signs in ((1, 1), (1, -1), (-1, 1), (-1, -1)):
         twin = copy.deepcopy(model)
         full_query, full_key = zeros.clone(), torch.zeros_like(blocks["key"][:1])
         full_query[..., :2], full_key[..., :2] = signs[0] * 1e-3 * query, key
-        full_key[..., 2:] += 0 * columns
         add_heads(twin, 1, 1, query=full_query, key=full_key, value=value, output=signs[1] * 1e-3 * output)
         grown[signs] = loss_of(twin, inputs).item()
     mixed = (grown[1, 1] - grown[1, -1] - grown[-1, 1] + grown[-1, -1]) / (4 * 1e-6)
