@@ -1,15 +1,14 @@
-"""Data for the command line: files or a data set of the Hub become batches that give a model a loss.
+"""Data: files or a data set of the Hub become sequences for training, or a list of batches.
 
-The task follows from the class of the model. Sequences keep the order of the data; nothing is shuffled.
+What a sequence is follows from the class of the model, see sequences.py. Sequences keep the order of the data; only a
+stream can be shuffled here.
 """
 
-import copy
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from glob import escape, glob
 from itertools import islice
 from pathlib import Path
@@ -19,17 +18,27 @@ import datasets
 import torch
 from datasets.utils import tqdm
 from torch import Tensor
-from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding
+from torch.utils.data import IterableDataset, Subset
 
+from hf_grow.base import without_adapters
 from hf_grow.errors import HfGrowError
+from hf_grow.sequences import (
+    CLASSIFICATION,
+    Batch,
+    Classification,
+    MapRows,
+    Packing,
+    Row,
+    check_model_and_tokenizer,
+    check_padding,
+    classify,
+    is_for,
+    pack,
+    padding_tokenizer,
+)
 
 logger = logging.getLogger("hf_grow")
-Row = dict[str, Any]
-Rows = dict[str, list[Any]]  # as datasets hands them to a function: columns
-Batch = dict[str, Tensor]
 
-# Parts of the names of transformers' classes, and of the growable ones.
-CAUSAL, MASKED, CLASSIFICATION = ("ForCausalLM", "LMHeadModel"), ("ForMaskedLM",), ("ForSequenceClassification",)
 # Only whole documents keep their newlines: the paragraphs of datasets come without the blank lines between them.
 TEXT: tuple[str, dict[str, str]] = ("text", {"sample_by": "document"})
 JSON: tuple[str, dict[str, str]] = ("json", {})
@@ -37,9 +46,7 @@ READERS = {".txt": TEXT, ".text": TEXT, ".md": TEXT, ".jsonl": JSON, ".json": JS
 READERS |= {".csv": ("csv", {}), ".tsv": ("csv", {"sep": "\t"})}
 SPLITS = {"train": "train", "test": "test", **dict.fromkeys(("validation", "valid", "val", "dev"), "validation")}
 LABEL_COLUMNS = ("label", "labels")
-# Long documents are tokenised in pieces, in parallel and no further than needed.
-PIECE_CHARACTERS, PIECES_AT_ONCE = 10_000, 64
-WORD_SPACE = re.compile(r"(?<=\S) (?=\S)")
+TOO_LITTLE_TEXT = "The data has too little text for one sequence of at least 2 tokens: give more."
 
 
 @dataclass(frozen=True)
@@ -52,54 +59,130 @@ class DataConfig:
     length: int | None = None  # tokens per sequence; None: as many as the model has positions, at most 256
     batch_size: int = 8
     max_sequences: int | None = None
-    seed: int = 0  # of the masking
+    seed: int = 0  # of the masking of `load_batches`, and of the shuffling of a stream
     streaming: bool = False
     processes: int | None = None  # that tokenise, if all of the data is wanted
+    shuffle_buffer: int | None = None  # rows of a stream from which the next one is drawn; None: their order
 
     def __post_init__(self) -> None:
-        for name in ("length", "batch_size", "max_sequences", "processes"):
+        for name in ("length", "batch_size", "max_sequences", "processes", "shuffle_buffer"):
             value = getattr(self, name)
             if not (isinstance(value, int) and value > 0) and (value is not None or name == "batch_size"):
                 raise HfGrowError(f"{name} must be a positive integer, not {value!r}.")
+        if self.shuffle_buffer and not self.streaming:
+            raise HfGrowError("shuffle_buffer shuffles only a stream: set streaming=True, or leave it out.")
 
 
-def load_batches(data: str, tokenizer: Any, model: Any, *, config: DataConfig = DataConfig()) -> list[Batch]:  # noqa: B008
-    """Batches that give `model(**batch)` a loss, from a file, a folder or a data set `name` or `name:configuration`."""
-    _check_model_and_tokenizer(model, tokenizer)
+class StreamedRows(IterableDataset[Row]):
+    """Sequences of a stream, read as they are asked for; each iteration starts anew."""
+
+    def __init__(self, data: str, dataset: Any, task: Packing | Classification) -> None:
+        self.data, self.dataset, self.task = data, dataset, task
+
+    def __iter__(self) -> Iterator[Row]:
+        with _one_sentence_errors(self.data):
+            yield from self.task.lazily(self.dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle the next iterations differently; Accelerate's data loaders call this."""
+        self.dataset.set_epoch(epoch)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Data for training: one sequence in each row, and what makes a list of rows a batch that gives a loss.
+
+    Masking draws from torch's global generator, unless `collate` is given a generator.
+    """
+
+    rows: MapRows | StreamedRows
+    collate: Callable[..., Batch]
+
+
+def load_sequences(data: str, tokenizer: Any, model: Any, *, config: DataConfig = DataConfig()) -> Sequences:  # noqa: B008
+    """Sequences for the model from a file, a folder or a data set `name` or `name:configuration`.
+
+    All in memory, or a stream with `config.streaming` and no `max_sequences`, of which only the start is checked here.
+    """
+    model = without_adapters(model)
+    check_model_and_tokenizer(model, tokenizer)
     length = _length(model, config)
-    make = _language_batches
-    if _is(model, CLASSIFICATION):
-        make, tokenizer = _classification_batches, _padding_tokenizer(tokenizer, model, config)
+    if is_for(model, CLASSIFICATION):
+        tokenizer = padding_tokenizer(tokenizer)
+        check_padding(tokenizer, model.config, config.batch_size)
     with _one_sentence_errors(data):
         dataset = datasets.load_dataset(**_source(data, config), split=config.split, streaming=config.streaming)
         row = next(iter(dataset), None)
         if row is None:
             raise HfGrowError(f"The data set {data!r} is empty: its split {config.split!r} has no row.")
-        return make(dataset, row, tokenizer, model, length, config)
+        task = _task(dataset, row, length, tokenizer, model, config)
+        return Sequences(_rows(data, dataset.select_columns(task.needed_columns), task, config), task.collate)
 
 
-def _is(model: Any, task: tuple[str, ...]) -> bool:
-    return any(part in cls.__name__ for cls in type(model).__mro__ for part in task)
+def load_batches(data: str, tokenizer: Any, model: Any, *, config: DataConfig = DataConfig()) -> list[Batch]:  # noqa: B008
+    """Batches of the sequences of `load_sequences`, each of which gives `model(**batch)` a loss."""
+    sequences = load_sequences(data, tokenizer, model, config=config)
+    rows = _taken(iter(sequences.rows), None)
+    generator = torch.Generator().manual_seed(config.seed)
+    starts = range(0, len(rows), config.batch_size)
+    batches = [sequences.collate(rows[start : start + config.batch_size], generator) for start in starts]
+    if is_for(without_adapters(model), CLASSIFICATION) and len({row["labels"] for row in rows}) == 1:
+        logger.warning("All sequences have one label: the data may be sorted by label, so take more or shuffle it.")
+    return batches
 
 
-def _check_model_and_tokenizer(model: Any, tokenizer: Any) -> None:
-    if not _is(model, known := CAUSAL + MASKED + CLASSIFICATION):
-        raise HfGrowError(
-            f"Text cannot be made into batches for {type(model).__name__}, only for classes named like "
-            f"{', '.join(known)}; the Python API takes any batches that you make yourself."
-        )
-    if tokenizer is None:
-        raise HfGrowError("The model has no tokenizer: save the one it was trained with in its folder.")
-    largest, vocabulary = max(tokenizer.get_vocab().values()), model.config.vocab_size
-    if largest >= vocabulary:
-        raise HfGrowError(
-            f"The tokenizer has ids up to {largest}, but the model's vocabulary has only {vocabulary} tokens: "
-            "use the tokenizer the model was trained with, or model.resize_token_embeddings."
-        )
-    if getattr(model.config, "problem_type", None) == "multi_label_classification":
-        raise HfGrowError("Models with several labels per text are not supported here: make the batches yourself.")
-    if _is(model, MASKED) and tokenizer.mask_token_id is None:
-        raise HfGrowError("The tokenizer has no mask token, which masked language models need: set its mask_token.")
+def split_rows(rows: MapRows | StreamedRows, share: float, seed: int) -> tuple[MapRows, MapRows]:
+    """Rows to train on, and a share of them, chosen at random, to evaluate on; both keep the order."""
+    if isinstance(rows, StreamedRows):
+        raise HfGrowError("A stream cannot be split: name another split or file to evaluate on, or do not stream.")
+    if not 0 < share < 1:
+        raise HfGrowError(f"The share of rows to evaluate on must lie between 0 and 1, not be {share!r}.")
+    if len(rows) < 2:
+        raise HfGrowError(f"Two parts need at least 2 sequences, not {len(rows)}: give more text, or a smaller length.")
+    held_out = min(max(1, round(share * len(rows))), len(rows) - 1)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    return _chosen(rows, order[held_out:]), _chosen(rows, order[:held_out])
+
+
+def _chosen(rows: Any, numbers: Tensor) -> MapRows:
+    return Subset(rows, numbers.sort().values.tolist())
+
+
+def _task(
+    dataset: Any, row: Row, length: int, tokenizer: Any, model: Any, config: DataConfig
+) -> Packing | Classification:
+    """What to make of the columns that the first row shows."""
+    if not is_for(model, CLASSIFICATION):
+        (column,) = _text_columns(row, config, most=1)
+        return pack(column, length, tokenizer, model)
+    label = _column(row, "label_column", *([config.label_column] if config.label_column else LABEL_COLUMNS))
+    columns = _text_columns(row, config, 2, label)
+    return classify(columns, label, (dataset.features or {}).get(label), length, tokenizer, model)
+
+
+def _rows(data: str, dataset: Any, task: Packing | Classification, config: DataConfig) -> MapRows | StreamedRows:
+    """All sequences, the first ones, or a stream of them."""
+    shuffled = dataset
+    if config.shuffle_buffer:
+        shuffled = dataset.shuffle(seed=config.seed, buffer_size=config.shuffle_buffer)
+    if config.streaming and config.max_sequences is None:
+        # In the order of the data, as the check should not wait for the buffer.
+        if next(task.lazily(dataset), None) is None:
+            raise HfGrowError(TOO_LITTLE_TEXT)
+        return StreamedRows(data, shuffled, task)
+    rows: MapRows
+    if config.max_sequences is None:
+        rows = task.at_once(dataset, config.processes)
+    else:
+        rows = task.store(_taken(task.lazily(shuffled), config.max_sequences))
+    if not len(rows):
+        raise HfGrowError(TOO_LITTLE_TEXT)
+    return rows
+
+
+def _taken(rows: Iterator[Row], most: int | None) -> list[Row]:
+    """The first rows, with a progress bar."""
+    return list(tqdm(islice(rows, most), desc="Sequences", total=most, unit=" sequences"))
 
 
 def _length(model: Any, config: DataConfig) -> int:
@@ -108,13 +191,6 @@ def _length(model: Any, config: DataConfig) -> int:
     if config.length and positions and config.length > positions:
         raise HfGrowError(f"length {config.length} exceeds the {positions} positions of the model: give at most these.")
     return config.length or min(positions or 256, 256)
-
-
-def _check_room(length: int, special: int, least: int) -> None:
-    if length < special + least:
-        raise HfGrowError(
-            f"length {length} leaves too little room beside {special} special tokens: give at least {special + least}."
-        )
 
 
 @contextmanager
@@ -191,176 +267,3 @@ def _column(row: Row, field: str, *names: str) -> str:
     if found is None:
         raise HfGrowError(f"There is no column {' or '.join(names)}: choose {field} from {', '.join(row)}.")
     return found
-
-
-def _texts(rows: Rows, column: str) -> list[str]:
-    for value in rows[column]:
-        if not isinstance(value, str | None):
-            raise HfGrowError(f"Column {column} holds {type(value).__name__}, not text: choose another text_column.")
-    return [value or "" for value in rows[column]]
-
-
-def _map(dataset: Any, function: Callable, columns: list[str], features: dict[str, Any], config: DataConfig) -> Any:
-    """Rows of the features: all computed now with a progress bar, or as they are asked for if only some are wanted."""
-    options = {"batched": True, "remove_columns": columns, "features": datasets.Features(features)}
-    dataset = dataset.select_columns(columns)
-    if isinstance(dataset, datasets.Dataset) and config.max_sequences is None:
-        # In memory, as results cached on disk would outlive changes of this code.
-        return dataset.map(function, num_proc=config.processes, keep_in_memory=True, desc="Tokenising", **options)
-    if isinstance(dataset, datasets.Dataset):
-        dataset = dataset.to_iterable_dataset()
-    return dataset.map(function, batch_size=min(1000, config.max_sequences or 1000), **options)
-
-
-def _batched(sequences: Iterable[Any], collate: Callable[[list[Any]], Batch], config: DataConfig) -> list[Batch]:
-    """Batches of at most `max_sequences` sequences in all."""
-    wanted = islice(sequences, config.max_sequences)
-    taken = list(tqdm(wanted, desc="Sequences", total=config.max_sequences, unit=" sequences"))
-    if not taken:
-        raise HfGrowError("The data has too little text for one sequence of at least 2 tokens: give more.")
-    return [collate(taken[start : start + config.batch_size]) for start in range(0, len(taken), config.batch_size)]
-
-
-def _language_batches(
-    dataset: Any, row: Row, tokenizer: Any, model: Any, length: int, config: DataConfig
-) -> list[Batch]:
-    """Documents one after the other, cut into full blocks."""
-    masked = _is(model, MASKED)
-    before, after = _ends(tokenizer) if masked else ([], [])
-    special = len(before) + len(after)
-    _check_room(length, special, least=2)
-    (column,) = _text_columns(row, config, most=1)
-    border = [token for token in (tokenizer.eos_token_id, tokenizer.sep_token_id) if token is not None][:1]
-    enough = float("inf") if config.max_sequences is None else config.max_sequences * length
-    encode = partial(_encode_documents, column=column, tokenizer=tokenizer, border=border, enough=enough)
-    rows = _map(dataset, encode, [column], {"input_ids": datasets.List(datasets.Value("int32"))}, config)
-    blocks = (torch.tensor(before + block + after) for block in _blocks(rows, length - special, len(border)))
-    if not masked:
-        return _batched(blocks, _copy_as_labels, config)
-    collator = DataCollatorForLanguageModeling(tokenizer, mlm=True, mlm_probability=0.15)
-    # Its own seeding fails in child processes that are no DataLoader's.
-    collator.generator = torch.Generator().manual_seed(config.seed)
-    return _batched(blocks, partial(_mask, collator=collator), config)
-
-
-def _ends(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The special tokens that the tokenizer puts before and after a text."""
-    encoded = tokenizer("a", return_special_tokens_mask=True)
-    ids, special = encoded["input_ids"], encoded["special_tokens_mask"]
-    start = special.index(0)
-    return ids[:start], ids[start + special.count(0) :]
-
-
-def _encode_documents(rows: Rows, column: str, tokenizer: Any, border: list[int], enough: float) -> Rows:
-    """Token ids of the pieces of every document that is not blank, with the border before each document."""
-    documents = [text for text in _texts(rows, column) if text.strip()]
-    pieces = [(piece, [] if start else border) for text in documents for start, piece in _pieces(text)]
-    tokens: list[list[int]] = []
-    while pieces and sum(map(len, tokens)) <= enough:
-        some, pieces = pieces[:PIECES_AT_ONCE], pieces[PIECES_AT_ONCE:]
-        encoded = tokenizer([piece for piece, _ in some], add_special_tokens=False, verbose=False)["input_ids"]
-        tokens += [first + ids for (_, first), ids in zip(some, encoded, strict=True)]
-    return {"input_ids": tokens}
-
-
-def _pieces(text: str) -> Iterator[tuple[int, str]]:
-    """The text in pieces with their starts, cut before the single space of a word, where tokens begin anyway."""
-    start = 0
-    while start < len(text):
-        end = start + PIECE_CHARACTERS
-        if end < len(text):
-            spaces = WORD_SPACE.finditer(text, max(start + 1, end - 1000), end)
-            end = max((space.start() for space in spaces), default=end)
-        yield start, text[start:end]
-        start = end
-
-
-def _blocks(rows: Iterable[dict[str, list[int]]], size: int, skip: int) -> Iterator[list[int]]:
-    """All tokens after the first `skip` in blocks of `size`; an incomplete one only if there is no other."""
-    rest: list[int] = []
-    full = 0
-    for row in rows:
-        tokens = rest + row["input_ids"][skip:]
-        skip, end = 0, len(tokens) // size * size
-        yield from (tokens[start : start + size] for start in range(0, end, size))
-        full, rest = full + end, tokens[end:]
-    if not full and len(rest) >= 2:
-        yield rest
-
-
-def _copy_as_labels(blocks: list[Tensor]) -> Batch:
-    ids = torch.stack(blocks)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
-
-
-def _mask(blocks: list[Tensor], collator: Any) -> Batch:
-    """Some tokens masked, at least one: the loss of a batch without any is not a number."""
-    ids = torch.stack(blocks)
-    for _ in range(100):
-        inputs, labels = collator.torch_mask_tokens(ids.clone())
-        if (labels != -100).any():
-            return {"input_ids": inputs, "attention_mask": torch.ones_like(ids), "labels": labels}
-    raise HfGrowError("A batch holds only special tokens, which are never masked: check the text.")
-
-
-def _classification_batches(
-    dataset: Any, row: Row, tokenizer: Any, model: Any, length: int, config: DataConfig
-) -> list[Batch]:
-    """One sequence for each row that has text, padded to the longest of its batch."""
-    label = _column(row, "label_column", *([config.label_column] if config.label_column else LABEL_COLUMNS))
-    columns = _text_columns(row, config, 2, label)
-    _check_room(length, tokenizer.num_special_tokens_to_add(pair=len(columns) == 2), least=1)
-    # GPT-2 would take segment 0 for token 0 and add its embedding everywhere.
-    segments = getattr(model.config, "type_vocab_size", 0) > 1
-    options = {"truncation": True, "max_length": length, "return_token_type_ids": segments}
-    read = partial(_label, model_config=model.config, feature=(dataset.features or {}).get(label))
-    encode = partial(_encode_rows, columns=columns, label=label, tokenizer=tokenizer, options=options, read=read)
-    names = ["input_ids", "attention_mask"] + ["token_type_ids"] * segments
-    features = {name: datasets.List(datasets.Value("int32")) for name in names}
-    features["labels"] = datasets.Value("float32" if model.config.num_labels == 1 else "int64")
-    rows = _map(dataset, encode, [*columns, label], features, config)
-    collator = DataCollatorWithPadding(tokenizer)
-    batches = _batched((row for row in rows if row["input_ids"]), lambda some: dict(collator(some)), config)
-    if len(torch.cat([batch["labels"] for batch in batches]).unique()) == 1:
-        logger.warning("All sequences have one label: the data may be sorted by label, so take more or shuffle it.")
-    return batches
-
-
-def _padding_tokenizer(tokenizer: Any, model: Any, config: DataConfig) -> Any:
-    """The tokenizer, or a copy that pads with the end token if it has no padding token."""
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise HfGrowError("The tokenizer has neither a pad nor an eos token to pad with: set its pad_token.")
-        tokenizer = copy.deepcopy(tokenizer)
-        tokenizer.pad_token = tokenizer.eos_token
-    # Decoders classify by the last token that is not padding, which they find by the id in their config.
-    if config.batch_size > 1 and model.config.pad_token_id != tokenizer.pad_token_id:
-        raise HfGrowError(
-            f"The tokenizer pads with id {tokenizer.pad_token_id}, but pad_token_id in the model's config is "
-            f"{model.config.pad_token_id}: set it to {tokenizer.pad_token_id}, or batch_size to 1."
-        )
-    return tokenizer
-
-
-def _encode_rows(
-    rows: Rows, columns: list[str], label: str, tokenizer: Any, options: dict[str, Any], read: Callable
-) -> Rows:
-    """Token ids and labels of rows."""
-    texts = [_texts(rows, column) for column in columns]
-    return {**tokenizer(*texts, **options), "labels": [read(value) for value in rows[label]]}
-
-
-def _label(value: Any, model_config: Any, feature: Any) -> int | float:
-    """A label as the model counts them: by name if the model knows the names."""
-    numbers, n_labels = model_config.label2id or {}, model_config.num_labels
-    names = getattr(feature, "names", None) or []
-    if value in range(len(names)) and set(names) <= set(numbers):
-        value = names[value]
-    number = numbers.get(value, value) if isinstance(value, str) else value
-    if n_labels == 1 and isinstance(number, int | float):
-        return float(number)
-    if not isinstance(number, int | float) or number not in range(n_labels):
-        raise HfGrowError(
-            f"The label {value!r} is none of the model's {n_labels}: use 0 to {n_labels - 1} or {', '.join(numbers)}."
-        )
-    return int(number)

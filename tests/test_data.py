@@ -25,7 +25,7 @@ from transformers import (
 )
 
 import hf_grow
-from hf_grow import data as data_module
+from hf_grow import sequences as sequences_module
 from hf_grow.data import DataConfig, load_batches
 from hf_grow.errors import HfGrowError
 
@@ -295,12 +295,12 @@ def test_long_documents_are_cut_without_changing_their_tokens(tmp_path, gpt2, to
     path = tmp_path / "long.txt"
     path.write_text("Some words,  two spaces,\n\n\n        and an indented line: 1 2 3.\n" * 40, encoding="utf-8")
     whole = load_batches(str(path), tokenizer, gpt2, config=DataConfig(length=5))
-    monkeypatch.setattr(data_module, "PIECES_AT_ONCE", 2)
+    monkeypatch.setattr(sequences_module, "PIECES_AT_ONCE", 2)
     for characters in range(40, 70):
-        monkeypatch.setattr(data_module, "PIECE_CHARACTERS", characters)
+        monkeypatch.setattr(sequences_module, "PIECE_CHARACTERS", characters)
         assert_equal_batches(load_batches(str(path), tokenizer, gpt2, config=DataConfig(length=5)), whole)
-    monkeypatch.setattr(data_module, "PIECE_CHARACTERS", 30)
-    pieces = [piece for _, piece in data_module._pieces("x" * 70 + " y")]
+    monkeypatch.setattr(sequences_module, "PIECE_CHARACTERS", 30)
+    pieces = [piece for _, piece in sequences_module._pieces("x" * 70 + " y")]
     assert pieces == ["x" * 30, "x" * 30, "x" * 10 + " y"]
 
 
@@ -506,7 +506,7 @@ def test_max_sequences_takes_the_first_ones(documents, rated, gpt2, tokenizer):
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("shape", ["one long document", "many documents", "many rated"])
 def test_max_sequences_bounds_the_work(tmp_path, gpt2, tokenizer, monkeypatch, streaming, shape):
-    monkeypatch.setattr(data_module, "PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(sequences_module, "PIECE_CHARACTERS", 100)
     counting = CountingTokenizer(tokenizer)
     text = "some words " * 10
     if shape == "one long document":
