@@ -3,11 +3,8 @@
 import json
 import os
 import re
-import shutil
 import tempfile
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +14,11 @@ from huggingface_hub.errors import HTTPError
 from safetensors import safe_open
 from transformers import AutoConfig
 
+from hf_grow.base import has_adapters, without_adapters
 from hf_grow.errors import HfGrowError
 from hf_grow.families import FAMILIES, family_of
+from hf_grow.folders import check_out_folder, clear_errors, first_line, replacing
+from hf_grow.growth_file import is_growth_folder, read_growth
 from hf_grow.model_card import write_model_card
 from hf_grow.modeling.growable_model import GrowableModel, hub_arguments, read_history
 
@@ -38,7 +38,7 @@ def save_grown(
     """
     _require_growable(model)
     folder = check_out_folder(path, overwrite)
-    with _replacing(folder) as aside:
+    with replacing(folder) as aside:
         model.save_pretrained(aside, max_shard_size=max_shard_size)
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
@@ -48,27 +48,11 @@ def save_grown(
     return folder
 
 
-def check_out_folder(path: str | os.PathLike, overwrite: bool) -> Path:
-    """The folder to write, as an absolute path: absent, empty, or a model that the user gives up."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise HfGrowError(f"A folder must be named by a path, not {path!r}.")
-    folder = Path(path).resolve()
-    standing = next(place for place in (folder, *folder.parents) if place.exists())
-    if not standing.is_dir():
-        raise HfGrowError(f"{standing} is a file; name a folder.")
-    if not os.access(standing, os.W_OK):
-        raise HfGrowError(f"{standing} cannot be written to.")
-    if standing == folder and any(folder.iterdir()):
-        if not overwrite:
-            raise HfGrowError(f"{folder} exists and is not empty; choose another folder or ask to overwrite it.")
-        if not (folder / "config.json").exists():
-            raise HfGrowError(f"{folder} holds no model, so it is not overwritten; choose another folder.")
-    return folder
-
-
 def load_grown(path: str | os.PathLike, **kwargs: Any) -> Any:
     """Load a grown model with the task head it was saved with; `kwargs` go to `from_pretrained`."""
     with clear_errors(path):
+        if is_growth_folder(Path(path)):
+            raise HfGrowError(f"{path} holds growth alone: put it onto its base model with hf_grow.load_growth.")
         growable_class = _saved_class(path, **kwargs)
         model, info = growable_class.from_pretrained(path, output_loading_info=True, **kwargs)
     check_loading(path, info, model.config.num_hidden_layers)
@@ -90,10 +74,15 @@ def check_loading(path: str | os.PathLike, info: dict, n_layers: int) -> None:
 
 
 def inspect_checkpoint(path: str | os.PathLike) -> dict:
-    """The growth summary of a saved folder, after checking that its weights are all there and of the right shape."""
+    """The growth summary of a saved folder, after checking that its weights are all there and of the right shape.
+
+    Of a folder written by `save_growth` it counts the new parameters only, and says so in `growth_only`.
+    """
     folder = Path(path)
     if not folder.is_dir():
         raise HfGrowError(f"{folder} is not a folder.")
+    if is_growth_folder(folder):
+        return read_growth(folder).summary()
     with clear_errors(path):
         growable_class: Any = _saved_class(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -115,7 +104,7 @@ def push_grown(
     commit_message: str = "Upload grown model",
     create_pr: bool = False,
 ) -> str:
-    """Upload a grown model, or a folder written by `save_grown`, in one commit; returns its address."""
+    """Upload a grown model, or a folder of `save_grown` or `save_growth`, in one commit; returns its address."""
     if isinstance(model, (str, os.PathLike)):
         inspect_checkpoint(model)
         return _upload(Path(model), repo_id, private, token, revision, commit_message, create_pr)
@@ -147,13 +136,19 @@ def _upload(
             create_pr=create_pr,
         )
     except (HTTPError, OSError, RuntimeError, ValueError) as error:
-        raise HfGrowError(f"{folder} was not pushed to {repo_id}: {_first_line(error)}") from error
+        raise HfGrowError(f"{folder} was not pushed to {repo_id}: {first_line(error)}") from error
     return commit.pr_url or commit.commit_url
 
 
 def _require_growable(model: Any) -> None:
-    if not isinstance(model, GrowableModel):
-        raise HfGrowError(f"{type(model).__name__} is not growable: call hf_grow.make_growable(model) first.")
+    inner = without_adapters(model)
+    if not isinstance(inner, GrowableModel):
+        raise HfGrowError(f"{type(inner).__name__} is not growable: call hf_grow.make_growable(model) first.")
+    if has_adapters(model):
+        raise HfGrowError(
+            f"{type(model).__name__} has adapters, which would be lost: merge and unload them first, or save them with "
+            "PEFT's own save_pretrained and the growth with save_growth."
+        )
 
 
 def _saved_class(path: str | os.PathLike, **kwargs: Any) -> Any:
@@ -172,14 +167,18 @@ def _saved_class(path: str | os.PathLike, **kwargs: Any) -> Any:
     raise HfGrowError(f"{path} was saved as {architecture!r}, which is no growable class of {config.model_type}.")
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold a saved model's weights."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return sorted(folder.glob("*.safetensors"))
+    return sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+
+
 def _check_weights(folder: Path, model: Any) -> None:
     wanted = model.state_dict()
-    files = sorted(folder.glob("*.safetensors"))
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        files = sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
+    for file in weight_files(folder):
         with safe_open(file, framework="pt") as tensors:
             shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     extra = {"missing_keys": (), "mismatched_keys": (), "unexpected_keys": shapes.keys() - wanted.keys()}
@@ -190,53 +189,3 @@ def _check_weights(folder: Path, model: Any) -> None:
         if shapes.get(name) != tuple(tensor.shape):
             found = f"shape {shapes[name]}" if name in shapes else "no such weight"
             raise HfGrowError(f"{folder} is damaged: {name} should have shape {tuple(tensor.shape)}; found {found}.")
-
-
-@contextmanager
-def clear_errors(path: str | os.PathLike) -> Iterator[None]:
-    """What reading a damaged folder may raise, as one sentence."""
-    try:
-        yield
-    except HfGrowError:
-        raise
-    except Exception as error:
-        raise HfGrowError(f"{path} cannot be loaded: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-@contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
-    """A new folder to fill, which takes the place of `folder` on success and vanishes on failure."""
-    mark = uuid.uuid4().hex[:8]
-    aside = folder.with_name(f".{folder.name}.saving-{mark}")
-    previous = folder.with_name(f".{folder.name}.previous-{mark}")
-    new_parents = [place for place in folder.parents if not place.exists()]
-    try:
-        aside.mkdir(parents=True)
-        yield aside
-        _flush(aside)
-        if folder.exists():
-            folder.rename(previous)
-        aside.rename(folder)
-    except BaseException as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        if previous.exists() and not folder.exists():
-            previous.rename(folder)
-        for place in new_parents:
-            if place.exists() and not any(place.iterdir()):
-                place.rmdir()
-        if isinstance(error, OSError):
-            raise HfGrowError(f"{folder} cannot be written: {_first_line(error)}") from error
-        raise
-    shutil.rmtree(previous, ignore_errors=True)
-
-
-def _flush(folder: Path) -> None:
-    """Have the bytes on disk before the folder gets its name."""
-    for file in folder.rglob("*"):
-        if file.is_file():
-            with open(file, "rb") as handle:
-                os.fsync(handle.fileno())

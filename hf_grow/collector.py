@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from hf_grow import linalg
+from hf_grow.blocks import read_blocks
 from hf_grow.config import CollectConfig
 from hf_grow.linalg import Side
 from hf_grow.modeling.growable_attention import AttentionSite
 from hf_grow.observe import input_sizes
 from hf_grow.passes import Batch, Passes
 from hf_grow.statistics import Place
-from hf_grow.structure import read_blocks
 
 
 class Collector:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from hf_grow import linalg
+from hf_grow.blocks import Blocks
 from hf_grow.linalg import Directions
 from hf_grow.observe import Extra
 from hf_grow.statistics import Candidates, Place
 
 Steps = Mapping[str, float]
-Blocks = dict[str, Tensor]
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,15 @@
 """`insert_growth`: carry out a plan, with a line search for how far to step; `grow`: everything in one call."""
 
+import hashlib
 import time
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list, gather_object
 
+from hf_grow.blocks import read_blocks
 from hf_grow.collect import collect_statistics, fingerprint, split_batches
 from hf_grow.collector import place_of
 from hf_grow.config import CollectConfig, GrowthConfig, as_dict, largest, require
@@ -15,11 +18,13 @@ from hf_grow.growth import Steps
 from hf_grow.line_search import LineSearch, Trial, scaled, search
 from hf_grow.modeling.growable_attention import AttentionSite
 from hf_grow.modeling.growable_model import GrowableModel
+from hf_grow.optimizer_state import plain_optimizer
 from hf_grow.passes import Batch, Passes, growable_sites, read_batches
 from hf_grow.patch import make_growable
 from hf_grow.plan import GrowthPlan, check_amounts, plan_growth
 from hf_grow.report import GrowthReport
-from hf_grow.structure import Change, commit, find_site, read_blocks
+from hf_grow.statistics import Statistics
+from hf_grow.structure import Change, commit, find_site
 
 
 def grow(
@@ -29,15 +34,19 @@ def grow(
     *,
     collect: CollectConfig | None = None,
     line_search_batches: Iterable[Batch] | None = None,
+    optimizer: Any = None,
     accelerator: Any = None,
     progress: bool = False,
 ) -> tuple[Any, GrowthReport]:
     """Make a model growable if it is not, measure, plan and insert; returns the same model and what happened.
 
     A model that was made growable stays so when a later part fails; its outputs are the same. The line search runs on
-    the sequences that did not choose the new weights, or on batches of its own.
+    the sequences that did not choose the new weights, or on batches of its own. An `optimizer` of the model goes on
+    with its state. With an `accelerator` every process brings its own batches, and all grow alike.
     """
     collect = collect_config(config, collect)
+    if optimizer is not None:
+        plain_optimizer(optimizer)
     found = read_batches(batches, collect.max_batches)
     searched = None if line_search_batches is None else read_batches(line_search_batches)
     if not isinstance(model, GrowableModel):
@@ -46,13 +55,29 @@ def grow(
     began = time.perf_counter()
     statistics = collect_statistics(model, found, collect, accelerator=accelerator, progress=progress)
     collected = time.perf_counter()
-    plan = plan_growth(statistics, config)
+    plan = agreed_plan(statistics, config, accelerator)
     planned = time.perf_counter()
     choosing, judging = split_batches(found, collect)
     searched = searched or judging or choosing
-    report = insert_growth(model, plan, searched, accelerator=accelerator, progress=progress)
+    report = insert_growth(model, plan, searched, optimizer=optimizer, accelerator=accelerator, progress=progress)
     seconds = {"collecting": collected - began, "planning": planned - collected, **report.seconds}
     return model, replace(report, seconds=seconds)
+
+
+def agreed_plan(statistics: Statistics, config: GrowthConfig, accelerator: Any = None) -> GrowthPlan:
+    """As `plan_growth`, on the first process for all: a last bit of a solver may decide what is planned."""
+    if accelerator is None or accelerator.num_processes == 1:
+        return plan_growth(statistics, config)
+    found: GrowthPlan | HfGrowError | None = None
+    if accelerator.process_index == 0:
+        try:
+            found = plan_growth(statistics, config)
+        except HfGrowError as error:
+            found = error
+    (agreed,) = broadcast_object_list([found])
+    if isinstance(agreed, HfGrowError):
+        raise agreed
+    return agreed
 
 
 def check_growth(model: Any, config: GrowthConfig) -> None:
@@ -80,6 +105,7 @@ def insert_growth(
     plan: GrowthPlan,
     batches: Iterable[Batch] | None = None,
     *,
+    optimizer: Any = None,
     accelerator: Any = None,
     progress: bool = False,
     dry_run: bool = False,
@@ -87,11 +113,14 @@ def insert_growth(
     """Carry out a plan: the step that lowers the loss most on the batches, or nothing changes until training.
 
     Without batches, and without a step size in the plan's config, growth takes the form that preserves the function.
+    An `optimizer` of the model goes on: its groups get the new parameters, its state is carried for the old entries.
     With `dry_run` everything is tried and nothing inserted.
     """
     began = time.perf_counter()
     sites = growable_sites(model)
     _check_plan(model, plan, sites)
+    if optimizer is not None:
+        plain_optimizer(optimizer)
     found = None if batches is None else read_batches(batches)
     passes = Passes(model, accelerator, progress)
     insertion = _Insertion(model, plan, sites, passes, found)
@@ -102,8 +131,9 @@ def insert_growth(
     if dry_run:
         expected = insertion.trial_loss(steps)
         return replace(report, dry_run=True, loss_after=expected, seconds={"line search": searched - began})
-    commit(model, changes, insertion.event(report))
-    report = insertion.measured(report)
+    _check_agreement(changes, accelerator)
+    carried = commit(model, changes, insertion.event(report), optimizer)
+    report = replace(insertion.measured(report), optimizer=None if carried is None else str(carried))
     seconds = {"line search": searched - began, "inserting": time.perf_counter() - searched}
     return replace(report, parameters_after=model.num_parameters(), seconds=seconds)
 
@@ -118,6 +148,21 @@ def _check_plan(model: Any, plan: GrowthPlan, sites: list[AttentionSite]) -> Non
         )
     for layer in plan.layers:
         find_site(model, layer.place.layer, layer.place.kind)
+
+
+def _check_agreement(changes: list[Change], accelerator: Any) -> None:
+    """All processes are about to insert the same weights, to the bit."""
+    if accelerator is None or accelerator.num_processes == 1:
+        return
+    digest = hashlib.blake2b(digest_size=16)
+    for change in changes:
+        for block in change.blocks.values():
+            digest.update(block.detach().to("cpu").contiguous().view(torch.uint8).numpy().data)
+    if len(set(gather_object([digest.hexdigest()]))) > 1:
+        raise HfGrowError(
+            "The processes found different new weights, so none grew: they must hold the same model and run on "
+            "machines of one kind."
+        )
 
 
 class _Insertion:
@@ -197,7 +242,7 @@ class _Insertion:
         changes = []
         for site, growth, step in zip(self.sites, self.growths, steps, strict=True):
             blocks = growth.built(step, read_blocks(site), generator)
-            changes.append(Change(site, blocks))
+            changes.append(Change(site, blocks, remade=("query", "key") if growth.strategy == "refactor" else ()))
         return changes
 
     def report(self, steps: list[Steps]) -> GrowthReport:

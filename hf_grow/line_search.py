@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from hf_grow.blocks import read_blocks
 from hf_grow.growth import HeadGrowth, LayerGrowth, Steps
 from hf_grow.modeling.growable_attention import AttentionSite
 from hf_grow.observe import Attachment
 from hf_grow.passes import Batch, Passes
-from hf_grow.structure import read_blocks
 
 # Each try goes this much further or less far; then a parabola through the best three is followed so many times.
 FACTOR = 3.0

@@ -67,8 +67,8 @@ def check_widenable(name: str, projection: Any) -> None:
 
 def check_site(site: AttentionSite) -> None:
     """All projections of an attention module can take new columns."""
-    for projection, roles in site.projections():
-        check_widenable(f"The {'/'.join(roles)} projection of {site.name}", projection)
+    for path, roles in (*site.layout.inputs.items(), (site.layout.output, ("output",))):
+        check_widenable(f"The {'/'.join(roles)} projection of {site.name}", site.projection(path))
 
 
 def _describe(weight: Any) -> str:
@@ -95,6 +95,8 @@ def _change_config(model: PreTrainedModel, family: type[GrowableModel]) -> None:
     """Give the model a growable config of its own: the stock object may be shared with other models."""
     config = copy.deepcopy(model.config)
     config.__class__ = family.config_class
+    # from_pretrained leaves the stock type on the object, in front of the class's own.
+    config.__dict__.pop("model_type", None)
     config.hf_grow = None
     own_config(model, config)
 

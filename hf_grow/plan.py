@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_grow import linalg
 from hf_grow.config import KINDS, GrowthConfig, as_dict, from_dict, require
-from hf_grow.errors import HfGrowError
+from hf_grow.errors import HfGrowError, NothingToGain
 from hf_grow.growth import HeadGrowth, LayerGrowth
 from hf_grow.proposal import propose, slopes
 from hf_grow.statistics import AttentionStatistics, Place, Statistics, read_tensors, write_tensors
@@ -204,7 +204,7 @@ class _Planner:
             return amounts
         if left < cheapest:
             raise HfGrowError(f"A budget of {left:,} parameters is too small: the cheapest growth takes {cheapest:,}.")
-        raise HfGrowError("Nothing that could grow promises to lower the loss on held-out data.")
+        raise NothingToGain("Nothing that could grow promises to lower the loss on held-out data.")
 
     def _offers(self, index: int, amount: Amounts) -> list[tuple[float, int, int, Amounts]]:
         """One more of each kind in a layer: expected decrease, parameters, layer, and the amounts with it."""

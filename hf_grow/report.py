@@ -18,6 +18,7 @@ class GrowthReport:
     predicted     first-order decrease of the loss at that step, on the data that chose and on held-out data
     layers        what was planned and done in each attention module, ready for JSON
     seconds       by part of the work
+    optimizer     what became of the optimizer's state, None without an optimizer
     """
 
     form: str
@@ -34,6 +35,7 @@ class GrowthReport:
     collected: dict[str, Any]
     seconds: dict[str, float] = field(default_factory=dict)
     dry_run: bool = False
+    optimizer: str | None = None
 
     @property
     def parameters_added(self) -> int:

@@ -1,7 +1,6 @@
 """Structural growth: wider heads and more heads for given weights, or in the form that changes no output.
 
-Weights follow the maths: query, key and value are (heads, inputs, columns), where a projection with a bias has one
-input more and the bias is the last row; output is (heads, columns, outputs).
+Weights have the shapes of `blocks`, and the bias, where the projection has one, is the last row.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,19 +10,21 @@ from typing import Any
 
 import torch
 
+from hf_grow.base import base_hash
+from hf_grow.blocks import Blocks, leading, read_blocks, write_blocks
 from hf_grow.errors import HfGrowError
 from hf_grow.modeling.growable_attention import (
     AttentionDims,
     AttentionSite,
     attention_sites,
+    in_rows,
     install,
     new_parameters,
     weight_rows,
 )
 from hf_grow.modeling.growable_model import GrowableModel
+from hf_grow.optimizer_state import CarriedState, Replacement, carry_state
 from hf_grow.patch import check_site
-
-Blocks = dict[str, torch.Tensor]
 
 
 @torch.inference_mode(False)
@@ -37,6 +38,7 @@ def widen_query_key(
     key: torch.Tensor | None = None,
     kind: str = "self",
     generator: torch.Generator | None = None,
+    optimizer: Any = None,
 ) -> None:
     """Add query/key columns to every head of a layer.
 
@@ -48,7 +50,7 @@ def widen_query_key(
     new = _new_blocks(site, blocks, {"query": query, "key": key}, positive(columns, "columns"), "key", generator)
     for role, block in new.items():
         blocks[role] = torch.cat((blocks[role], block), dim=2)
-    commit(model, [Change(site, blocks)], _event(site, "query_key_columns", columns))
+    commit(model, [Change(site, blocks)], _event(site, "query_key_columns", columns), optimizer)
 
 
 @torch.inference_mode(False)
@@ -62,6 +64,7 @@ def widen_value(
     output: torch.Tensor | None = None,
     kind: str = "self",
     generator: torch.Generator | None = None,
+    optimizer: Any = None,
 ) -> None:
     """Add value columns to every head of a layer.
 
@@ -74,7 +77,7 @@ def widen_value(
     new = _new_blocks(site, blocks, given, positive(columns, "columns"), "output", generator)
     blocks["value"] = torch.cat((blocks["value"], new["value"]), dim=2)
     blocks["output"] = torch.cat((blocks["output"], new["output"]), dim=1)
-    commit(model, [Change(site, blocks)], _event(site, "value_columns", columns))
+    commit(model, [Change(site, blocks)], _event(site, "value_columns", columns), optimizer)
 
 
 @torch.inference_mode(False)
@@ -90,6 +93,7 @@ def add_heads(
     output: torch.Tensor | None = None,
     kind: str = "self",
     generator: torch.Generator | None = None,
+    optimizer: Any = None,
 ) -> None:
     """Add heads of the layer's present sizes. With grouped keys, one head more is one key/value head and its queries.
 
@@ -102,12 +106,14 @@ def add_heads(
     new = _new_blocks(site, blocks, given, None, "output", generator, heads=positive(heads, "heads"))
     for role, block in new.items():
         blocks[role] = torch.cat((blocks[role], block), dim=0)
-    commit(model, [Change(site, blocks)], _event(site, "heads", heads))
+    commit(model, [Change(site, blocks)], _event(site, "heads", heads), optimizer)
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def drop_query_key(model: Any, layer: int, columns: Iterable[int], *, kind: str = "self") -> None:
+def drop_query_key(
+    model: Any, layer: int, columns: Iterable[int], *, kind: str = "self", optimizer: Any = None
+) -> None:
     """Remove the query/key columns with these indices from every head of a layer. Rotated columns must stay."""
     site = find_site(model, layer, kind)
     dims, rotary = site.attention.dims, site.attention.rotary_dim
@@ -122,7 +128,8 @@ def drop_query_key(model: Any, layer: int, columns: Iterable[int], *, kind: str 
     blocks = read_blocks(site)
     for role in ("query", "key"):
         blocks[role] = blocks[role][:, :, kept]
-    commit(model, [Change(site, blocks)], _event(site, "query_key_columns", -len(dropped)))
+    change = Change(site, blocks, kept_columns=tuple(kept))
+    commit(model, [change], _event(site, "query_key_columns", -len(dropped)), optimizer)
 
 
 def find_site(model: Any, layer: int, kind: str = "self") -> AttentionSite:
@@ -140,87 +147,104 @@ def find_site(model: Any, layer: int, kind: str = "self") -> AttentionSite:
     raise HfGrowError(f"There is no {kind}-attention in layer {layer!r}: the model has {len(sites)} such layers.")
 
 
-def read_blocks(site: AttentionSite) -> Blocks:
-    """The weights of an attention module by role, in the shapes of this file's first lines."""
-    blocks: Blocks = {}
-    dims: AttentionDims = site.attention.dims
-    for projection, roles in site.projections():
-        rows = weight_rows(projection).detach()
-        if roles == ("output",):
-            blocks["output"] = rows.T.reshape(dims.heads("output"), dims.size("output"), -1)
-            continue
-        if projection.bias is not None:
-            rows = torch.cat((rows, projection.bias.detach()[:, None]), dim=1)
-        for role, part in zip(roles, _split(site, rows, roles, dims), strict=True):
-            blocks[role] = part.transpose(1, 2)
-    return blocks
-
-
-def _split(site: AttentionSite, rows: torch.Tensor, roles: tuple[str, ...], dims: AttentionDims) -> list[torch.Tensor]:
-    """(out, inputs) of a fused projection → one (heads, width, inputs) for each role."""
-    if site.layout.per_head:
-        per_head = rows.reshape(dims.heads(roles[0]), -1, rows.shape[1])
-        return list(per_head.split([dims.size(role) for role in roles], dim=1))
-    parts = rows.split([dims.heads(role) * dims.size(role) for role in roles])
-    return [part.reshape(dims.heads(role), -1, rows.shape[1]) for role, part in zip(roles, parts, strict=True)]
-
-
-def _fuse(site: AttentionSite, blocks: Blocks, roles: tuple[str, ...]) -> torch.Tensor:
-    """The inverse of `_split`."""
-    parts = [blocks[role].transpose(1, 2) for role in roles]
-    if site.layout.per_head:
-        return torch.cat(parts, dim=1).flatten(0, 1)
-    return torch.cat([part.flatten(0, 1) for part in parts])
-
-
 @dataclass(frozen=True)
 class Change:
-    """New weights for one attention module; its sizes follow from their shapes."""
+    """New weights for one attention module; its sizes follow from their shapes.
+
+    Present entries stay in front. Where they do not: `kept_columns` are the query/key columns that stay, `remade` are
+    the roles in which every weight is another, and of `kept` sizes is the leading part that stays. `scaling` is the new
+    softmax scale where it changes.
+    """
 
     site: AttentionSite
     blocks: Blocks
+    kept_columns: tuple[int, ...] | None = None
+    remade: tuple[str, ...] = ()
+    kept: AttentionDims | None = None
+    scaling: float | None = None
 
     @property
     def dims(self) -> AttentionDims:
         """The sizes after the change."""
         query, value = self.blocks["query"], self.blocks["value"]
-        scaling = self.site.attention.scaling
+        scaling = self.site.attention.scaling if self.scaling is None else self.scaling
         return AttentionDims(query.shape[0], self.blocks["key"].shape[0], query.shape[2], value.shape[2], scaling)
 
-    def parameters(self) -> Iterator[tuple[Any, dict[str, torch.nn.Parameter]]]:
-        """Each projection that changes, with its new parameters."""
-        for projection, roles in self.site.projections():
-            bias = None
-            if roles == ("output",):
-                weight = self.blocks["output"].flatten(0, 1).T
-            else:
-                weight = _fuse(self.site, self.blocks, roles)
-                if projection.bias is not None:
-                    weight, bias = weight[:, :-1], weight[:, -1]
-            old = weight_rows(projection)
-            if weight.shape != old.shape or (weight.device.type != "meta" and not _same(projection, weight, bias)):
-                if weight.device.type != "meta" and not bool(torch.isfinite(weight).all()):
-                    raise HfGrowError(f"The new weights of {self.site.name} would not be finite; nothing was changed.")
-                yield projection, new_parameters(projection, weight, bias)
+    def replacements(self) -> Iterator[tuple[Any, dict[str, Replacement]]]:
+        """Each projection that changes, with what takes the place of its parameters."""
+        origins = write_blocks(self.site, self._origins())
+        written = write_blocks(self.site, self.blocks)
+        for (projection, weight, bias), (_, weight_origin, bias_origin) in zip(written, origins, strict=True):
+            if weight.shape == weight_rows(projection).shape and _same(projection, weight, bias):
+                continue
+            if weight.device.type != "meta" and not bool(torch.isfinite(weight).all()):
+                raise HfGrowError(f"The new weights of {self.site.name} would not be finite; nothing was changed.")
+            new = new_parameters(projection, weight, bias)
+            lines = _lines(in_rows(projection, weight_origin), projection.weight.shape[1])
+            found = {"weight": Replacement(projection.weight, new["weight"], lines)}
+            if bias_origin is not None:
+                found["bias"] = Replacement(projection.bias, new["bias"], (bias_origin.clone(),))
+            yield projection, found
+
+    def _origins(self) -> Blocks:
+        """For each entry of the new weights, the place of the present one it continues; -1 for a new one."""
+        present = read_blocks(self.site, _places)
+        origins: Blocks = {}
+        for role, block in self.blocks.items():
+            origins[role] = torch.full(block.shape, -1, device=block.device)
+            if role in self.remade:
+                continue
+            kept = present[role] if self.kept is None else leading(present[role], role, self.kept)
+            if role in ("query", "key") and self.kept_columns is not None:
+                kept = kept[:, :, list(self.kept_columns)]
+            heads, rows, columns = kept.shape
+            origins[role][:heads, :rows, :columns] = kept
+        return origins
+
+
+def _places(parameter: torch.Tensor) -> torch.Tensor:
+    """The number of every entry."""
+    return torch.arange(parameter.numel(), device=parameter.device).view(parameter.shape)
+
+
+def _lines(origin: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """From the old place of every entry of a matrix to the old row of every row and the old column of every column."""
+    rows, places = origin.amax(1) // columns, origin.amax(0)
+    return rows, torch.where(places >= 0, places % columns, -1)
 
 
 def _same(projection: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    if weight.device.type == "meta":
+        return True
     return torch.equal(weight, weight_rows(projection)) and (bias is None or torch.equal(bias, projection.bias))
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def commit(model: Any, changes: Sequence[Change], event: dict[str, Any]) -> None:
-    """Put new weights into a model and record the event. All memory is taken before the first weight changes."""
+def commit(
+    model: Any, changes: Sequence[Change], event: dict[str, Any] | None, optimizer: Any = None
+) -> CarriedState | None:
+    """Put new weights into a model and record the event. All memory is taken before the first weight changes.
+
+    An optimizer goes on with the new parameters in the places of the old ones.
+    """
     sizes = [change.dims for change in changes]
-    ready = [pair for change in changes for pair in change.parameters()]
+    ready = [pair for change in changes for pair in change.replacements()]
+    replaced = [replacement for _, found in ready for replacement in found.values()]
+    carried = None if optimizer is None else carry_state(optimizer, replaced)
     versions = {name: version(name) for name in ("hf-grow", "torch", "transformers")}
-    for projection, parameters in ready:
-        install(projection, parameters)
+    if model.growth_history.get("base_hash") is None and event is not None:
+        model.growth_history["base_hash"] = base_hash(model)
+    for projection, found in ready:
+        install(projection, {name: replacement.new for name, replacement in found.items()})
     for change, dims in zip(changes, sizes, strict=True):
         change.site.attention.set_dims(dims)
+    if carried is not None:
+        carried.apply()
     model.config.record(attention_sites(model))
-    model.growth_history["events"].append({**event, "versions": versions})
+    if event is not None:
+        model.growth_history["events"].append({**event, "versions": versions})
+    return carried
 
 
 def _event(site: AttentionSite, what: str, count: int) -> dict[str, Any]:

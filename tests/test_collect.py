@@ -9,10 +9,11 @@ from models import batch, causal_model, fill_new_weights, grow_everything, relat
 from transformers import BertForMaskedLM, BertForSequenceClassification, BertLMHeadModel, GPT2LMHeadModel
 
 from hf_grow import CollectConfig, HfGrowError, Statistics, add_heads, collect_statistics, make_growable, widen_value
+from hf_grow.blocks import read_blocks
 from hf_grow.config import KINDS
 from hf_grow.passes import Passes, growable_sites, split_sequences
 from hf_grow.probes import NewHead, driving_inputs, output_products, score_products
-from hf_grow.structure import find_site, read_blocks
+from hf_grow.structure import find_site
 
 CASES = [
     ("gpt2", GPT2LMHeadModel, {}),

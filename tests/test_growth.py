@@ -79,7 +79,7 @@ def test_the_preserving_form_keeps_the_outputs_and_can_learn(model_type, stock_c
     assert relative_difference(after.logits, before) < 1e-5
     after.loss.backward()
     for site in (0, 1):
-        blocks = hf_grow.structure.read_blocks(hf_grow.structure.find_site(model, site))
+        blocks = hf_grow.blocks.read_blocks(hf_grow.structure.find_site(model, site))
         # No pair of new factors is zero on both sides.
         assert blocks["query"][..., 8:].norm(dim=1).min() > 0 and blocks["value"].norm(dim=1).min() > 0
 
@@ -157,7 +157,7 @@ def test_refactor_grows_updates_and_shrinks(columns, collection):
     assert preserved.growth_summary()["layers"][0]["query_key_dim"] == 8 + columns
     if columns >= 0:
         assert relative_difference(after, before) < 1e-5
-        blocks = hf_grow.structure.read_blocks(hf_grow.structure.find_site(preserved, 0))
+        blocks = hf_grow.blocks.read_blocks(hf_grow.structure.find_site(preserved, 0))
         assert not columns or blocks["query"][..., 8:].norm(dim=1).min() > 0.1  # no pair that could never learn
     else:
         assert relative_difference(after, before) > 1e-3
@@ -416,7 +416,7 @@ def test_a_layer_without_gradient_gets_columns_that_change_nothing(collection):
     assert float(statistics.layers[1].wanted.sum()) == 0 and statistics.layers[1].reachable_share is None
     report = insert_growth(model, plan_growth(statistics, GrowthConfig(columns=3)), batches)
     assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
-    blocks = hf_grow.structure.read_blocks(hf_grow.structure.find_site(model, 1))
+    blocks = hf_grow.blocks.read_blocks(hf_grow.structure.find_site(model, 1))
     assert not blocks["key"][..., 8:].any() and blocks["query"][..., 8:].norm(dim=1).min() > 0
     assert report.loss_after < report.loss_before
 

@@ -9,10 +9,11 @@ from torch import nn
 from transformers import BertLMHeadModel, BertModel, GPT2LMHeadModel
 
 from hf_grow import HfGrowError, add_heads, drop_query_key, make_growable, widen_query_key, widen_value
+from hf_grow.blocks import _fuse, read_blocks
 from hf_grow.families import FAMILIES
 from hf_grow.modeling import growable_attention
 from hf_grow.modeling.growable_attention import AttentionDims, AttentionSite, Layout, attention_sites
-from hf_grow.structure import _fuse, find_site, read_blocks
+from hf_grow.structure import find_site
 
 every_family = pytest.mark.parametrize("model_type", FAMILIES)
 

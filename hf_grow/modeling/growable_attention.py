@@ -71,6 +71,8 @@ class GrowableAttention:
     query_key_dim: int
     value_dim: int
     scaling: float
+    # The sizes before any growth.
+    base_dims: AttentionDims
 
     def stock_dims(self) -> AttentionDims:
         """The sizes the stock module was built with."""
@@ -165,10 +167,12 @@ class AttentionSite:
         return root.get_submodule(path.removeprefix("."))
 
     def projections(self) -> Iterator[tuple[Any, tuple[str, ...]]]:
-        """Each projection with its roles, the output projection last."""
-        for path, roles in self.layout.inputs.items():
-            yield self.projection(path), roles
-        yield self.projection(self.layout.output), ("output",)
+        """Each projection with its roles, the output projection last; under an adapter, the one it adapts."""
+        for path, roles in (*self.layout.inputs.items(), (self.layout.output, ("output",))):
+            projection = self.projection(path)
+            while hasattr(projection, "base_layer"):
+                projection = projection.base_layer
+            yield projection, roles
 
 
 def attention_sites(model: nn.Module) -> list[AttentionSite]:
@@ -184,8 +188,7 @@ def new_parameters(
     projection: Any, weight: torch.Tensor, bias: torch.Tensor | None, *, initialized: bool = True
 ) -> dict[str, nn.Parameter]:
     """Parameters of any size that can take the place of a Linear's or Conv1D's; `weight` is (out, in) for both."""
-    values = weight.T if isinstance(projection, Conv1D) else weight
-    parameters = {"weight": _like(projection.weight, values, initialized)}
+    parameters = {"weight": _like(projection.weight, in_rows(projection, weight), initialized)}
     if bias is not None:
         parameters["bias"] = _like(projection.bias, bias, initialized)
     return parameters
@@ -218,4 +221,9 @@ def _like(old: nn.Parameter, values: torch.Tensor, initialized: bool) -> nn.Para
 
 def weight_rows(projection: Any) -> torch.Tensor:
     """The weight as (out, in), for Linear and Conv1D alike."""
-    return projection.weight.T if isinstance(projection, Conv1D) else projection.weight
+    return in_rows(projection, projection.weight)
+
+
+def in_rows(projection: Any, weight: torch.Tensor) -> torch.Tensor:
+    """From the order of a projection's weight to (out, in), or back: Conv1D keeps it the other way round."""
+    return weight.T if isinstance(projection, Conv1D) else weight

@@ -6,6 +6,7 @@ This file travels with every checkpoint, so it imports torch and transformers on
 import copy
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -183,7 +184,8 @@ def adopt(model: Any) -> None:
     for module in model.modules():
         if attention_class := family.attention_class(module):
             module.__class__ = attention_class
-            module.set_dims(module.stock_dims())
+            module.base_dims = module.stock_dims()
+            module.set_dims(module.base_dims)
         elif type(module) in family.model_classes:
             set_model_class(module, family.model_classes[type(module)])
     sites = attention_sites(model)
@@ -194,13 +196,35 @@ def adopt(model: Any) -> None:
             _resize(site, dims)
 
 
-def _resize(site: AttentionSite, dims: AttentionDims) -> None:
-    """Give the projections the shapes of `dims`, with weights that are still to be loaded or initialised."""
+def resize(model: Any, record: dict) -> None:
+    """Give a growable model the sizes of another's `hf_grow` record; what changes its shape is still to be loaded."""
+    for site, dims in recorded_sizes(model, record):
+        _resize(site, dims)
+        for module in (site.attention, *(projection for projection, _ in site.projections())):
+            module._is_hf_initialized = True
+    model.config.record(attention_sites(model))
+
+
+def recorded_sizes(model: Any, record: dict) -> list[tuple[AttentionSite, AttentionDims]]:
+    """The attention modules of a model, each with its sizes in an `hf_grow` record that must fit it."""
+    config = copy.copy(model.config)
+    config.hf_grow = record
+    sites = attention_sites(model)
+    return list(zip(sites, config.recorded(sites), strict=True))
+
+
+def projection_shapes(site: AttentionSite, dims: AttentionDims) -> Iterator[tuple[Any, tuple[int, int]]]:
+    """Each projection and the shape (out, in) that its weight has with these sizes."""
     for projection, roles in site.projections():
         width = sum(dims.heads(role) * dims.size(role) for role in roles)
         rows, columns = weight_rows(projection).shape
-        shape = (rows, width) if roles == ("output",) else (width, columns)
-        if shape == (rows, columns):
+        yield projection, (rows, width) if roles == ("output",) else (width, columns)
+
+
+def _resize(site: AttentionSite, dims: AttentionDims) -> None:
+    """Give the projections the shapes of `dims`, with weights that are still to be loaded or initialised."""
+    for projection, shape in projection_shapes(site, dims):
+        if shape == weight_rows(projection).shape:
             continue
         weight = projection.weight.new_empty(shape)
         bias = None if projection.bias is None else projection.bias.new_empty(shape[0])

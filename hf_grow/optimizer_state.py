@@ -1,0 +1,174 @@
+"""An optimizer goes on while parameters grow: new ones in the places of the old, the state of old entries carried.
+
+Entries that are new start with a state of zero. Adafactor keeps means over whole rows and columns instead; there a new
+row or column starts with the mean of the others, as a variance of zero would make its first steps far too long.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from hf_grow.errors import HfGrowError
+
+State = dict[str, Any]
+# The names under which torch's Adafactor and that of transformers keep one number for each row or column.
+ROW_STATES, COLUMN_STATES = ("row_var", "exp_avg_sq_row"), ("col_var", "exp_avg_sq_col")
+# They keep more than a state for each parameter, so that parameters cannot change under them.
+REFUSED = (torch.optim.LBFGS, ZeroRedundancyOptimizer)
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A parameter and the one that takes its place.
+
+    origins  for each row of the new one the row of the old one that it continues, -1 where there is none; of a matrix
+             also for each column
+    """
+
+    old: nn.Parameter
+    new: nn.Parameter
+    origins: tuple[Tensor, ...]
+
+    @property
+    def living(self) -> int:
+        """How many old entries live on."""
+        return prod(int((origin >= 0).sum()) for origin in self.origins)
+
+    @property
+    def partly_remade(self) -> bool:
+        """Whether new entries stand where old ones did, beside some that live on: fused projections after refactor."""
+        return 0 < self.living < min(self.old.numel(), self.new.numel())
+
+
+@dataclass(frozen=True)
+class CarriedState:
+    """New states, ready to be put into an optimizer; nothing in `apply` can fail."""
+
+    optimizer: torch.optim.Optimizer
+    replacements: Sequence[Replacement]
+    states: Sequence[State | None]
+    summary: str
+
+    def apply(self) -> None:
+        """Put the new parameters and their states into the optimizer, in the places of the old ones."""
+        new = {replacement.old: replacement.new for replacement in self.replacements}
+        for group in self.optimizer.param_groups:
+            group["params"][:] = [new.get(parameter, parameter) for parameter in group["params"]]
+        for replacement, state in zip(self.replacements, self.states, strict=True):
+            self.optimizer.state.pop(replacement.old, None)
+            if state is not None:
+                self.optimizer.state[replacement.new] = state
+
+    def __str__(self) -> str:
+        return self.summary
+
+
+def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The torch optimizer inside Accelerate's wrapper, if it is one whose parameters may change."""
+    found = (
+        optimizer.optimizer if isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer) else optimizer
+    )
+    if not isinstance(found, torch.optim.Optimizer) or isinstance(found, REFUSED):
+        raise HfGrowError(
+            f"The state of {type(found).__name__} cannot be carried over growth: use a torch optimizer that keeps its "
+            "state by parameter, such as AdamW, SGD or Adafactor."
+        )
+    return found
+
+
+def carry_state(optimizer: Any, replacements: Sequence[Replacement]) -> CarriedState:
+    """What an optimizer needs to go on after these replacements; refused before anything changes if it cannot."""
+    plain = plain_optimizer(optimizer)
+    present = {parameter for group in plain.param_groups for parameter in group["params"]}
+    for replacement in replacements:
+        _check(plain, replacement.old, plain.state.get(replacement.old, {}))
+    if not any(replacement.old in present for replacement in replacements):
+        learning = [replacement for replacement in replacements if replacement.old.requires_grad]
+        if learning:
+            raise HfGrowError(
+                "The optimizer holds none of the parameters that grow: it belongs to another model, or to this one "
+                "before it grew. Make a new one."
+            )
+    states = [_carried(replacement, plain.state.get(replacement.old)) for replacement in replacements]
+    for replacement in replacements:
+        if replacement.old.grad is not None:
+            replacement.new.grad = _entries(replacement, replacement.old.grad)
+    outside = sum(each.old.requires_grad and each.old not in present for each in replacements)
+    summary = _summary(plain, replacements) + (f"; {outside} that learn are not in the optimizer" if outside else "")
+    return CarriedState(plain, replacements, states, summary)
+
+
+def _summary(optimizer: torch.optim.Optimizer, replacements: Sequence[Replacement]) -> str:
+    known = [replacement for replacement in replacements if optimizer.state.get(replacement.old)]
+    carried = [replacement for replacement in known if replacement.living]
+    partly = sum(replacement.partly_remade for replacement in carried)
+    what = f"the state of {len(carried)} parameters carried"
+    what += f", partly reset in {partly} of them" if partly else ""
+    return what + (f", of {len(known) - len(carried)} reset" if len(known) > len(carried) else "")
+
+
+def _check(optimizer: torch.optim.Optimizer, parameter: Tensor, state: State) -> None:
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            known = value.shape == parameter.shape or value.numel() == 1 or _line(name, parameter, value) is not None
+        else:
+            known = value is None or isinstance(value, (bool, int, float))
+        if not known:
+            what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
+            raise HfGrowError(
+                f"{type(optimizer).__name__} keeps {name!r} of {what} for a parameter of shape "
+                f"{tuple(parameter.shape)}, which cannot be carried over growth."
+            )
+
+
+def _line(name: str, parameter: Tensor, value: Tensor) -> int | None:
+    """Whether a state has one number for each row (0) or column (1) of a matrix."""
+    for line, names in enumerate((ROW_STATES, COLUMN_STATES)):
+        if name in names and parameter.ndim == 2 and value.numel() == parameter.shape[line]:
+            return line
+    return None
+
+
+def _carried(replacement: Replacement, state: State | None) -> State | None:
+    """The state of the new parameter; none where no old entry lives on, so that the optimizer starts afresh."""
+    if state is None or not replacement.living:
+        return None
+    return dict(_carried_values(replacement, state))
+
+
+def _carried_values(replacement: Replacement, state: State) -> Iterator[tuple[str, Any]]:
+    for name, value in state.items():
+        line = _line(name, replacement.old, value) if isinstance(value, Tensor) else None
+        if line is not None:
+            yield name, _lines(replacement, value, line)
+        elif isinstance(value, Tensor) and value.shape == replacement.old.shape:
+            yield name, _entries(replacement, value)
+        else:
+            yield name, value
+
+
+def _entries(replacement: Replacement, values: Tensor) -> Tensor:
+    """Values of the old entries at their new places, zero elsewhere."""
+    # Fused kernels go through parameter and state by memory, so both must lie alike: contiguous.
+    found = values.new_zeros(replacement.new.shape)
+    origins = [origin.to(values.device) for origin in replacement.origins]
+    places = [torch.nonzero(origin >= 0)[:, 0] for origin in origins]
+    olds = [origin[place] for origin, place in zip(origins, places, strict=True)]
+    if found.ndim == 1:
+        found[places[0]] = values[olds[0]]
+    else:
+        found[places[0][:, None], places[1]] = values[olds[0][:, None], olds[1]]
+    return found
+
+
+def _lines(replacement: Replacement, values: Tensor, line: int) -> Tensor:
+    """Values of old rows (or columns) at their new places, their mean for new ones."""
+    origin = replacement.origins[line].to(values.device)
+    kept = values.flatten()[origin.clamp(min=0)]
+    found = torch.where(origin >= 0, kept, kept[origin >= 0].mean())
+    return found if values.ndim == 1 else found.unsqueeze(1 - line)
