@@ -1,0 +1,276 @@
+"""Adapting frozen models: what learns is within the budget, the base stays as it is, and what was added travels."""
+
+import copy
+
+import pytest
+import torch
+from models import VOCABULARY, causal_model, relative_difference, small_model
+from transformers import BertForSequenceClassification
+
+import hf_grow
+from hf_grow import AdaptConfig, CollectConfig, GrowthTrainer, HfGrowError, NewWeights, TrainConfig, adapt
+from hf_grow.base import base_hash, without_adapters
+from hf_grow.modeling.growable_attention import attention_sites
+from hf_grow.recipe import METHODS, adapt_or_resume, load_adapted, save_adapted, trainable_parameters
+
+every_method = pytest.mark.parametrize("method", METHODS)
+every_type = pytest.mark.parametrize("model_type", ["gpt2", "llama", "bert"])
+BUDGET = 3000
+
+
+def make(model_type):
+    """A small stock model, for BERT a classifier."""
+    return small_model(BertForSequenceClassification, "bert") if model_type == "bert" else causal_model(model_type)
+
+
+def rows(model_type, count=16):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(2, VOCABULARY, (count, 9), generator=generator)
+    labels = ids[:, 0] % 2 if model_type == "bert" else ids
+    return [{"input_ids": row, "labels": label} for row, label in zip(ids, labels, strict=True)]
+
+
+def collate(some):
+    return {name: torch.stack([row[name] for row in some]) for name in some[0]}
+
+
+def batches(model_type):
+    return [collate(rows(model_type)[start : start + 4]) for start in range(0, 16, 4)]
+
+
+@torch.no_grad()
+def logits(model, model_type):
+    model.eval()
+    return model(input_ids=batches(model_type)[0]["input_ids"]).logits
+
+
+def train(model, model_type, config, steps=4):
+    """A plain loop with weight decay, which would move old entries if nothing kept them."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+    if config.grows:
+        NewWeights(model).attach(optimizer)
+    for _, batch in zip(range(steps), batches(model_type) * steps, strict=False):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def moved_entries(before, after):
+    """How many numbers differ, counted parameter by parameter; what `before` lacks counts whole."""
+    old = dict(before.named_parameters())
+    return sum(
+        int((value != old[name]).sum()) if name in old and old[name].shape == value.shape else value.numel()
+        for name, value in after.named_parameters()
+        if value.requires_grad or name in old
+    )
+
+
+@every_type
+@every_method
+def test_what_learns_is_just_within_the_budget(model_type, method):
+    config = AdaptConfig(method=method, budget=BUDGET)
+    model, report = adapt(make(model_type), batches(model_type), config)
+    assert trainable_parameters(model) <= BUDGET
+    sites = attention_sites(without_adapters(model))
+    columns = {site.attention.query_key_dim - site.attention.base_dims.qk_head_dim for site in sites}
+    assert columns == {0} if method == "lora" else min(columns) >= 1
+    assert (report is None) == (method == "lora")
+    # One more rank, or where there is none one more column, would be too much.
+    amounts = {"columns": max(columns) + (method == "grow")} if config.grows else {}
+    amounts |= {"rank": model.peft_config["default"].r + 1} if config.has_lora else {}
+    larger, _ = adapt(make(model_type), batches(model_type), AdaptConfig(method=method, step_size=0, **amounts))
+    assert trainable_parameters(larger) > BUDGET
+
+
+@every_type
+@every_method
+def test_only_what_is_counted_moves_and_the_base_stays_to_the_bit(model_type, method):
+    config = AdaptConfig(method=method, budget=BUDGET, step_size=1.0 if method != "lora" else None)
+    stock = make(model_type)
+    mark = base_hash(hf_grow.make_growable(copy.deepcopy(stock)))
+    model, _ = adapt(stock, batches(model_type), config)
+    assert base_hash(model) == mark
+    before = copy.deepcopy(model)
+    train(model, model_type, config)
+    assert base_hash(model) == mark
+    moved = moved_entries(before, model)
+    # Rows of tokens that never occur, or a gradient that is just zero, leave some numbers where they are.
+    assert 0.9 * trainable_parameters(model) <= moved <= trainable_parameters(model)
+
+
+def test_gpt2_counts_every_part_of_its_adapters():
+    model, _ = adapt(make("gpt2"), batches("gpt2"), AdaptConfig(columns=2, rank=3))
+    # Of 2 layers: 4 heads of 2 columns, for queries and keys, each of 32 inputs and a bias.
+    grown = 2 * 4 * 2 * 2 * 33
+    lora = 2 * 3 * (32 + 3 * 32 + 2 * 4 * 2)
+    assert trainable_parameters(model) == grown + lora
+    assert sum(p.numel() for n, p in model.named_parameters() if "lora_" in n) == lora
+
+
+def test_a_head_of_a_classifier_learns_and_counts():
+    model, _ = adapt(make("bert"), batches("bert"), AdaptConfig(method="grow", columns=1))
+    head = 2 * 32 + 2
+    assert trainable_parameters(model) == 2 * 4 * 2 * 33 + head
+    frozen, _ = adapt(make("bert"), batches("bert"), AdaptConfig(method="grow", columns=1, also_train=()))
+    assert trainable_parameters(frozen) == 2 * 4 * 2 * 33
+    both, _ = adapt(make("bert"), batches("bert"), AdaptConfig(method="lora", rank=1, also_train="bert.pooler"))
+    lora = 2 * 2 * (32 + 32)
+    assert trainable_parameters(both) == lora + 33 * 32
+
+
+def test_step_size_zero_changes_no_output():
+    stock = make("llama")
+    expected = logits(stock, "llama")
+    model, report = adapt(stock, batches("llama"), AdaptConfig(budget=BUDGET, step_size=0))
+    assert report.form == "preserving"
+    assert relative_difference(logits(model, "llama"), expected) < 1e-5
+
+
+def test_the_same_call_gives_the_same_start_and_another_seed_another():
+    def start(seed):
+        config = AdaptConfig(budget=BUDGET, collect=CollectConfig(seed=seed))
+        model, _ = adapt(make("llama"), batches("llama"), config)
+        return {name: value for name, value in model.named_parameters() if value.requires_grad}
+
+    torch.manual_seed(1)
+    first = start(0)
+    torch.manual_seed(2)
+    again, other = start(0), start(1)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+@every_type
+@every_method
+def test_what_was_added_is_saved_alone_and_put_onto_the_base_again(model_type, method, tmp_path):
+    config = AdaptConfig(method=method, budget=BUDGET)
+    model, _ = adapt(make(model_type), batches(model_type), config)
+    train(model, model_type, config)
+    expected = logits(model, model_type)
+    save_adapted(model, tmp_path / "added")
+    with pytest.raises(HfGrowError, match="not empty"):
+        save_adapted(model, tmp_path / "added")
+    save_adapted(model, tmp_path / "added", overwrite=True)
+    # PEFT also keeps the head of a classifier.
+    wanted = {"growth": config.grows, "lora": config.has_lora or model_type == "bert"}
+    assert {place.name for place in (tmp_path / "added").iterdir()} == {part for part in wanted if wanted[part]}
+    loaded = load_adapted(make(model_type), tmp_path / "added")
+    assert torch.equal(logits(loaded, model_type), expected)
+    assert trainable_parameters(loaded) == trainable_parameters(model)
+    merged = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+    hf_grow.save_grown(merged, tmp_path / "whole")
+    whole = hf_grow.load_grown(tmp_path / "whole")
+    assert torch.allclose(logits(whole, model_type), expected, atol=1e-5)
+
+
+def test_a_failed_save_leaves_the_old_one(tmp_path, monkeypatch):
+    model, _ = adapt(make("llama"), batches("llama"), AdaptConfig(columns=1, rank=1))
+    save_adapted(model, tmp_path / "added")
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+
+    def broken(*_, **__):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(model, "save_pretrained", broken)
+    with pytest.raises(HfGrowError, match="disk full"):
+        save_adapted(model, tmp_path / "added", overwrite=True)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+
+
+def test_another_base_is_refused(tmp_path):
+    model, _ = adapt(make("llama"), batches("llama"), AdaptConfig(columns=1, rank=1))
+    save_adapted(model, tmp_path / "added")
+    other = make("llama")
+    with torch.no_grad():
+        other.lm_head.weight[0, 0] += 1
+    with pytest.raises(HfGrowError, match="other weights"):
+        load_adapted(other, tmp_path / "added")
+    with pytest.raises(HfGrowError, match="neither growth nor lora"):
+        load_adapted(make("llama"), tmp_path)
+
+
+def test_a_start_is_taken_up_only_with_the_same_recipe(tmp_path):
+    config = AdaptConfig(columns=1, rank=2)
+    first = adapt_or_resume(make("llama"), batches("llama"), config, tmp_path / "start", resume=True)
+    again = adapt_or_resume(make("llama"), [], config, tmp_path / "start", resume=True)
+    assert torch.equal(logits(first, "llama"), logits(again, "llama"))
+    with pytest.raises(HfGrowError, match="another recipe"):
+        adapt_or_resume(make("llama"), [], AdaptConfig(columns=2, rank=2), tmp_path / "start", resume=True)
+
+
+@every_method
+def test_a_killed_run_goes_on_to_the_same_weights(method, tmp_path, monkeypatch):
+    recipe = AdaptConfig(method=method, budget=BUDGET)
+    settings = TrainConfig(steps=4, batch_size=4, learning_rate=1e-2, save_every=2, train=recipe.train)
+
+    def run(name, resume=False):
+        model = adapt_or_resume(make("llama"), batches("llama"), recipe, tmp_path / name / "start", resume=resume)
+        options = {"collate": collate, "config": settings, "folder": tmp_path / name, "progress": False}
+        trainer = GrowthTrainer(model, rows("llama"), **options)
+        trainer.train(resume=resume)
+        return trainer.model
+
+    whole = run("whole")
+    step = GrowthTrainer._train_step
+
+    def killed(trainer):
+        if trainer.state.step == 3:
+            raise KeyboardInterrupt
+        step(trainer)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(GrowthTrainer, "_train_step", killed)
+        run("killed")
+    went_on = run("killed", resume=True)
+    assert torch.equal(logits(went_on, "llama"), logits(whole, "llama"))
+    assert not torch.equal(logits(whole, "llama"), logits(make("llama"), "llama"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "prune"}, "one of grow, lora, grow[+]lora, not 'prune'"),
+        ({"budget": "lots"}, "budget must be a positive number"),
+        ({"budget": 0}, "budget must be a positive number"),
+        ({"share": 0}, "share must be a number between 0 and 1"),
+        ({"share": 1.0}, "share must be a number between 0 and 1"),
+        ({"lora_dropout": 1}, "lora_dropout must be a number between 0 and 1"),
+        ({"lora_alpha": 0}, "lora_alpha must be a number"),
+        ({"columns": 0}, "columns must be a whole number of at least 1"),
+        ({"rank": 1.5}, "rank must be a whole number"),
+        ({"method": "grow", "rank": 2}, "rank has no meaning with method='grow'"),
+        ({"method": "lora", "columns": 2}, "columns has no meaning with method='lora'"),
+        ({"step_size": -1}, "step_size must be a number"),
+        ({"collect": {"seed": 1}}, "Give a CollectConfig"),
+    ],
+)
+def test_bad_recipes_are_refused(options, message):
+    with pytest.raises(HfGrowError, match=message):
+        AdaptConfig(**options)
+
+
+@every_method
+def test_a_budget_that_is_too_small_names_what_is_needed(method):
+    with pytest.raises(HfGrowError, match="too small") as raised:
+        adapt(make("llama"), batches("llama"), AdaptConfig(method=method, budget=40))
+    needed = int(str(raised.value).split("learn is ")[1].split()[0].replace(",", ""))
+    model, _ = adapt(make("llama"), batches("llama"), AdaptConfig(method=method, budget=needed))
+    assert trainable_parameters(model) == needed
+
+
+def test_a_large_budget_stops_where_there_is_no_room():
+    model, _ = adapt(make("gpt2"), batches("gpt2"), AdaptConfig(method="grow", budget="300%"))
+    # A head reads 32 inputs and a bias, and has 8 columns.
+    assert {site.attention.query_key_dim for site in attention_sites(model)} == {33}
+
+
+def test_models_that_are_adapted_or_grown_already_are_refused():
+    model, _ = adapt(make("llama"), batches("llama"), AdaptConfig(method="lora", rank=1))
+    with pytest.raises(HfGrowError, match="adapters already"):
+        adapt(model, batches("llama"), AdaptConfig())
+    grown = hf_grow.make_growable(make("llama"))
+    hf_grow.widen_query_key(grown, 0, 1)
+    with pytest.raises(HfGrowError, match="grown already"):
+        adapt(grown, batches("llama"), AdaptConfig())
+    with pytest.raises(HfGrowError, match="does not have; it has model, lm_head"):
+        adapt(make("llama"), batches("llama"), AdaptConfig(method="lora", also_train="classifier"))
