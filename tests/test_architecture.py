@@ -11,17 +11,24 @@ from hf_grow.families import FAMILIES
 PACKAGE = Path(__file__).parents[1] / "hf_grow"
 # Each may import those before it, and files of its own rank.
 RANKS = [
-    {"errors"},
-    {"modeling", "linalg"},
-    {"config", "families", "assets", "model_card", "data", "report"},
+    {"errors", "folders"},
+    {"modeling", "linalg", "optimizer_state"},
+    {"blocks"},
+    {"config", "families", "assets", "model_card", "report"},
     {"statistics", "observe"},
-    {"patch", "passes"},
+    {"patch", "passes", "base", "new_weights", "sharding"},
+    {"train_config", "feed", "data", "sequences"},
     {"structure", "growth", "probes", "estimators"},
     {"line_search", "collector", "proposal"},
     {"calibrate", "exact", "sketch", "plan"},
     {"collect"},
     {"insert"},
-    {"checkpoint", "figures", "html_report"},
+    {"schedule", "distributed"},
+    {"training_setup"},
+    {"callback", "resume"},
+    {"growth_file", "checkpoint", "figures", "html_report"},
+    {"run_state", "recipe"},
+    {"trainer"},
     {"cli", "__init__", "__main__"},
 ]
 

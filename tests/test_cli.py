@@ -12,23 +12,7 @@ from transformers import MambaConfig, MambaModel
 
 import hf_grow
 from hf_grow import load_grown, make_growable, save_grown
-from hf_grow.cli import main
 from hf_grow.families import FAMILIES
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """Run `hf-grow` with these arguments and return what it printed, checked for its exit code."""
-
-    def call(*arguments, code=0):
-        monkeypatch.setattr(sys, "argv", ["hf-grow", *(str(argument) for argument in arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        printed = capsys.readouterr()
-        assert ended.value.code == code, printed.err[-2000:]
-        return printed.out if code == 0 else printed.err
-
-    return call
 
 
 def test_the_command_is_installed():

@@ -6,7 +6,7 @@ import sys
 import typer
 from rich.markup import escape
 
-from hf_grow.cli import analyze, demo, grow, inspect, patch, push
+from hf_grow.cli import analyze, demo, finetune, grow, inspect, patch, push
 from hf_grow.cli.output import errors
 from hf_grow.errors import HfGrowError
 
@@ -20,6 +20,7 @@ app.command("patch")(patch.patch)
 app.command("inspect")(inspect.inspect)
 app.command("analyze")(analyze.analyze)
 app.command("grow")(grow.grow)
+app.command("finetune")(finetune.finetune)
 app.command("push")(push.push)
 app.command("demo")(demo.demo)
 

@@ -16,6 +16,7 @@ from hf_grow.collect import collect_statistics, split_batches
 from hf_grow.config import LINE_SEARCHES, STEPS, STRATEGIES, CollectConfig, GrowthConfig
 from hf_grow.data import DataConfig, load_batches
 from hf_grow.errors import HfGrowError
+from hf_grow.growth_file import check_base, save_growth
 from hf_grow.html_report import HTML_FILE, plan_table, report_facts, write_bytes, write_report
 from hf_grow.insert import check_growth, collect_config, insert_growth
 from hf_grow.passes import Batch
@@ -34,6 +35,9 @@ def grow(
     data: options.Data,
     out: Annotated[Path | None, typer.Option(help="Where to save the grown model.")] = None,
     overwrite: options.Overwrite = False,
+    growth_only: Annotated[
+        bool, typer.Option("--growth-only", help="Save only what is new, to be put onto the model again.")
+    ] = False,
     columns: Annotated[
         str | None, typer.Option(help=f"New query/key columns per head, {EACH_LAYER}.", rich_help_panel=AMOUNT)
     ] = None,
@@ -104,9 +108,13 @@ def grow(
     collect = collect_config(config, measuring)
     wanted = DataConfig(split, text_column, label_column, length, batch_size, max_sequences, seed)
     folder = check_destination(out, overwrite, dry_run)
+    if growth_only and strategy != "append":
+        raise HfGrowError(f"--growth-only saves what is added, and --strategy {strategy} changes the present weights.")
 
     growable = load_model(model, revision, device)
     check_growth(growable, config)
+    if growth_only:
+        check_base(growable)
     tokenizer = load_tokenizer(model, revision)
     batches = load_batches(data, tokenizer, growable, config=wanted)
     statistics = collect_statistics(growable, batches, collect, progress=True)
@@ -121,7 +129,10 @@ def grow(
     summary = summary_of(report, statistics, searched)
     if folder is not None:
         files = report_files(statistics, plan, summary, f"How {short_name(model)} grew for {short_name(data)}")
-        save_grown(growable, folder, tokenizer=tokenizer, overwrite=overwrite, extras=files)
+        if growth_only:
+            save_growth(growable, folder, overwrite=overwrite, extras=files)
+        else:
+            save_grown(growable, folder, tokenizer=tokenizer, overwrite=overwrite, extras=files)
     if as_json:
         print_json(summary | {"model": model, "data": data, "out": None if folder is None else str(out)})
         return

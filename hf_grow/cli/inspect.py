@@ -14,7 +14,7 @@ def inspect(
     folder: Annotated[Path, typer.Argument(help="A folder written by hf-grow.")],
     as_json: AsJson = False,
 ) -> None:
-    """Show the sizes, parameters and growth history of a grown checkpoint, and check that its weights are whole."""
+    """Show the sizes, parameters and history of a grown checkpoint or of growth alone; check that it is whole."""
     summary = inspect_checkpoint(folder)
     if as_json:
         print_json(summary)

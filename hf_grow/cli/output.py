@@ -90,6 +90,7 @@ def print_summary(summary: dict, title: str) -> None:
         cells = (layer["layer"], layer["kind"], *sizes, f"{layer['scaling']:.4g}", f"{layer['parameters']:,}")
         table.add_row(*(str(cell) for cell in cells))
     console.print(table)
-    console.print(f"{summary['parameters']:,} parameters, base model {summary['base_model'] or 'not named'}")
+    new = "new " if summary.get("growth_only") else ""
+    console.print(f"{summary['parameters']:,} {new}parameters, base model {summary['base_model'] or 'not named'}")
     for event in summary["events"]:
         say(f"  {describe_event(event)}")

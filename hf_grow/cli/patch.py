@@ -1,4 +1,4 @@
-"""`hf-grow patch`: make a model growable, check that it computes the same, save it."""
+"""`hf-grow patch`: make a model growable, check that it computes the same, put growth onto it if asked to, save it."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,19 +9,23 @@ import typer
 from hf_grow.checkpoint import check_out_folder, save_grown
 from hf_grow.cli.loading import commit_of, load_stock, load_tokenizer
 from hf_grow.cli.options import AsJson, Overwrite, Revision
-from hf_grow.cli.output import console, print_json, print_summary
+from hf_grow.cli.output import print_json, print_summary, say
 from hf_grow.errors import HfGrowError
+from hf_grow.growth_file import load_growth
 from hf_grow.patch import make_growable
 
 
 def patch(
     model: Annotated[str, typer.Argument(help="A Hub id or a local folder.")],
     out: Annotated[Path, typer.Option(help="Where to save the growable model.")],
+    growth: Annotated[
+        str | None, typer.Option(help="Growth of this model to put onto it: a folder or a Hub id.")
+    ] = None,
     overwrite: Overwrite = False,
     revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a pretrained model growable and save it, its outputs checked against the stock model's."""
+    """Make a pretrained model growable, with --growth also grown, and save it, checked against the stock model."""
     check_out_folder(out, overwrite)
     stock = load_stock(model, revision)
     tokenizer = load_tokenizer(model, revision)
@@ -32,13 +36,16 @@ def patch(
     difference = largest_difference(before, outputs(model, growable, example))
     if difference > 0:
         raise HfGrowError(f"The growable model's outputs differ from the stock model's by {difference:.3g}; not saved.")
+    if growth is not None:
+        load_growth(growable, growth)
     save_grown(growable, out, tokenizer=tokenizer, overwrite=overwrite)
     summary = growable.growth_summary()
     if as_json:
         print_json({**summary, "out": str(out), "largest_output_difference": difference})
         return
-    print_summary(summary, f"{model} is growable")
-    console.print(f"outputs equal to the stock model's, bit for bit; saved in {out}", soft_wrap=True)
+    print_summary(summary, f"{model} is growable" if growth is None else f"{model}, grown")
+    equal = "outputs equal to the stock model's, bit for bit" + ("" if growth is None else f", before {growth}")
+    say(f"{equal}; saved in {out}")
 
 
 def example_inputs(model: Any) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ def push(
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Upload a grown checkpoint to the Hub in one commit."""
+    """Upload a grown checkpoint, or growth alone, to the Hub in one commit."""
     address = push_grown(
         folder, repo, private=private, token=token, revision=revision, commit_message=message, create_pr=create_pr
     )

@@ -1,0 +1,352 @@
+"""`hf-grow finetune`: train all weights of a model that grows on the way, or few new ones beside a frozen model."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hf_grow.checkpoint import check_out_folder, save_grown
+from hf_grow.cli import options
+from hf_grow.cli.grow import AMOUNT, EACH_LAYER, amounts
+from hf_grow.cli.loading import load_model, load_tokenizer
+from hf_grow.cli.output import print_facts, print_json, say
+from hf_grow.config import KINDS, GrowthConfig, one_of
+from hf_grow.data import DataConfig, Sequences, load_sequences, split_rows
+from hf_grow.errors import HfGrowError
+from hf_grow.recipe import (
+    METHODS,
+    AdaptConfig,
+    adapt_or_resume,
+    check_adapted_folder,
+    choose_amounts,
+    save_adapted,
+    trainable_parameters,
+)
+from hf_grow.run_state import checkpoints
+from hf_grow.schedule import GrowthSchedule
+from hf_grow.train_config import OPTIMIZERS, PRECISIONS, SCHEDULES, TrainConfig
+from hf_grow.trainer import GrowthTrainer, TrainResult
+from hf_grow.training_setup import make_accelerator
+
+TRAINING, EVENTS, EVALUATION = "Training", "When to grow (method full)", "Evaluation"
+START = "start"
+
+
+def finetune(
+    model: options.Model,
+    data: options.Data,
+    out: Annotated[Path, typer.Option(help="Where to save the trained model.")],
+    method: Annotated[
+        str,
+        typer.Option(help=f"All weights (full), or a frozen model and few new ones: {', '.join(METHODS)}."),
+    ] = "full",
+    overwrite: options.Overwrite = False,
+    growth_only: Annotated[
+        bool, typer.Option("--growth-only", help="Save only the growth and LoRA, to be put onto the model again.")
+    ] = False,
+    folder: Annotated[
+        Path | None, typer.Option("--checkpoints", help="Where the run is kept on the way; OUT-checkpoints.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
+    ] = False,
+    as_json: options.AsJson = False,
+    revision: options.Revision = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="New parameters, 250000 or 1%; per event, or of all that learns.", rich_help_panel=AMOUNT),
+    ] = None,
+    columns: Annotated[
+        str | None, typer.Option(help=f"New query/key columns per head, {EACH_LAYER}.", rich_help_panel=AMOUNT)
+    ] = None,
+    value_columns: Annotated[
+        str | None, typer.Option(help="New value columns per head, only with full.", rich_help_panel=AMOUNT)
+    ] = None,
+    heads: Annotated[str | None, typer.Option(help="New heads, only with full.", rich_help_panel=AMOUNT)] = None,
+    rank: Annotated[
+        int | None, typer.Option(help="LoRA's rank, instead of what the budget allows.", rich_help_panel=AMOUNT)
+    ] = None,
+    share: Annotated[
+        float, typer.Option(help="Of the budget, for growth in grow+lora.", rich_help_panel=AMOUNT)
+    ] = AdaptConfig.share,
+    step_size: Annotated[
+        float | None, typer.Option(help="No line search: this step; 0 preserves.", rich_help_panel=AMOUNT)
+    ] = None,
+    also_train: Annotated[
+        str | None,
+        typer.Option(help="Modules that learn whole beside a frozen model: a,b.", rich_help_panel=AMOUNT),
+    ] = None,
+    growth_sequences: Annotated[
+        int, typer.Option(help="Training sequences to measure growth on.", rich_help_panel=AMOUNT)
+    ] = GrowthSchedule.sequences,
+    grow_at: Annotated[
+        str | None, typer.Option(help="After these steps: 0,100; 0 if nothing is said.", rich_help_panel=EVENTS)
+    ] = None,
+    grow_every: Annotated[int | None, typer.Option(help="After every so many steps.", rich_help_panel=EVENTS)] = None,
+    grow_on_plateau: Annotated[
+        int | None, typer.Option(help="After so many evaluations without improvement.", rich_help_panel=EVENTS)
+    ] = None,
+    min_improvement: Annotated[
+        float, typer.Option(help="What counts as one.", rich_help_panel=EVENTS)
+    ] = GrowthSchedule.min_improvement,
+    max_events: Annotated[int | None, typer.Option(help="Grow at most so often.", rich_help_panel=EVENTS)] = None,
+    max_query_key_dim: Annotated[int | None, typer.Option(help="Of any head.", rich_help_panel=EVENTS)] = None,
+    max_value_dim: Annotated[int | None, typer.Option(help="Of any head.", rich_help_panel=EVENTS)] = None,
+    max_heads: Annotated[int | None, typer.Option(help="Of any layer.", rich_help_panel=EVENTS)] = None,
+    max_parameters: Annotated[int | None, typer.Option(help="Of the model.", rich_help_panel=EVENTS)] = None,
+    steps: Annotated[int, typer.Option(help="Of the optimizer.", rich_help_panel=TRAINING)] = TrainConfig.steps,
+    batch_size: Annotated[
+        int, typer.Option(help="Sequences at once on each process.", rich_help_panel=TRAINING)
+    ] = TrainConfig.batch_size,
+    accumulation: Annotated[
+        int, typer.Option(help="Batches that make a step.", rich_help_panel=TRAINING)
+    ] = TrainConfig.accumulation,
+    learning_rate: Annotated[
+        float, typer.Option("--learning-rate", "--lr", help="At its highest.", rich_help_panel=TRAINING)
+    ] = TrainConfig.learning_rate,
+    warmup: Annotated[
+        float, typer.Option(help="Steps of warm-up, or a share of all.", rich_help_panel=TRAINING)
+    ] = TrainConfig.warmup,
+    schedule: Annotated[str, options.one_of(SCHEDULES, "How the rate decays.", TRAINING)] = TrainConfig.lr_schedule,
+    optimizer: Annotated[str, options.one_of(OPTIMIZERS, "What steps.", TRAINING)] = TrainConfig.optimizer,
+    weight_decay: Annotated[float, typer.Option(help="Of matrices.", rich_help_panel=TRAINING)] = 0.0,
+    clip: Annotated[
+        float, typer.Option(help="Largest norm of the gradient; 0 for any.", rich_help_panel=TRAINING)
+    ] = 1.0,
+    precision: Annotated[str, options.one_of(PRECISIONS, "Autocast.", TRAINING)] = TrainConfig.precision,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Less memory, more time.", rich_help_panel=TRAINING)
+    ] = False,
+    save_every: Annotated[
+        int | None, typer.Option(help="Steps between checkpoints; the end only.", rich_help_panel=TRAINING)
+    ] = None,
+    log_every: Annotated[int, typer.Option(help="In steps.", rich_help_panel=TRAINING)] = TrainConfig.log_every,
+    tracker: Annotated[
+        str | None, typer.Option(help="Of Accelerate, such as tensorboard.", rich_help_panel=TRAINING)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of order, dropout, masking, held-out data.", rich_help_panel=TRAINING)] = 0,
+    eval_data: Annotated[
+        str | None, typer.Option(help="Data to evaluate on; else some of --data.", rich_help_panel=EVALUATION)
+    ] = None,
+    eval_split: Annotated[
+        str | None, typer.Option(help="Split to evaluate on; of --data if alone.", rich_help_panel=EVALUATION)
+    ] = None,
+    held_out: Annotated[
+        float, typer.Option(help="Else: share of --data to evaluate on; 0 for none.", rich_help_panel=EVALUATION)
+    ] = 0.05,
+    max_eval_sequences: Annotated[
+        int, typer.Option(help="Evaluate on so many at most.", rich_help_panel=EVALUATION)
+    ] = options.MAX_SEQUENCES,
+    eval_every: Annotated[
+        int | None, typer.Option(help="Steps between evaluations; the end only.", rich_help_panel=EVALUATION)
+    ] = None,
+    split: options.Split = DataConfig.split,
+    text_column: options.TextColumn = None,
+    label_column: options.LabelColumn = None,
+    length: options.Length = None,
+    max_sequences: Annotated[
+        int | None, typer.Option(help="Read so many sequences at most.", rich_help_panel=options.DATA)
+    ] = None,
+    streaming: Annotated[
+        bool, typer.Option("--streaming", help="Read on the way, not all before.", rich_help_panel=options.DATA)
+    ] = False,
+    shuffle_buffer: Annotated[
+        int | None, typer.Option(help="Rows of a stream to draw from.", rich_help_panel=options.DATA)
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="Processes that tokenise.", rich_help_panel=options.DATA)
+    ] = None,
+) -> None:
+    """Finetune a model with growth: all weights, or only new columns and LoRA beside a frozen model."""
+    one_of("--method", method, ("full", *METHODS))
+    grown = {"columns": columns, "value_columns": value_columns, "heads": heads, "budget": budget}
+    limits: dict[str, Any] = {
+        "max_events": max_events,
+        "max_query_key_dim": max_query_key_dim,
+        "max_value_dim": max_value_dim,
+    }
+    limits |= {"max_heads": max_heads, "max_parameters": max_parameters, "min_improvement": min_improvement or None}
+    events = {"at": grow_at, "every": grow_every, "plateau": grow_on_plateau, **limits}
+    growth, when, recipe = None, None, None
+    if method == "full":
+        refuse(method, {"rank": rank, "also_train": also_train, "growth_only": growth_only or None})
+        growth, when = growth_events(grown, events, step_size, growth_sequences)
+    else:
+        when_options = {"grow_at": grow_at, "grow_every": grow_every, "grow_on_plateau": grow_on_plateau}
+        refuse(method, {"value_columns": value_columns, "heads": heads, **when_options, **limits})
+        recipe = AdaptConfig(
+            method=method,
+            budget=budget or AdaptConfig.budget,
+            share=share,
+            columns=None if columns is None else _whole("--columns", columns),
+            rank=rank,
+            step_size=step_size,
+            also_train=None if also_train is None else tuple(name.strip() for name in also_train.split(",")),
+        )
+    config = TrainConfig(
+        steps=steps,
+        batch_size=batch_size,
+        accumulation=accumulation,
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        optimizer=optimizer,
+        lr_schedule=schedule,
+        warmup=warmup,
+        clip=clip or None,
+        precision=precision,
+        gradient_checkpointing=gradient_checkpointing,
+        train="all" if recipe is None else recipe.train,
+        eval_every=eval_every,
+        log_every=log_every,
+        save_every=save_every,
+        tracker=tracker,
+        seed=seed,
+    )
+    wanted = DataConfig(split, text_column, label_column, length, batch_size, max_sequences, seed, streaming, processes)
+    wanted = replace(wanted, shuffle_buffer=shuffle_buffer)
+    evaluation = Evaluation(eval_data, eval_split, held_out, max_eval_sequences)
+    run = folder or out.with_name(f"{out.name}-checkpoints")
+    (check_adapted_folder if growth_only else check_out_folder)(out, overwrite)
+    check_run(run, out, resume, method)
+    accelerator = make_accelerator(config, run)
+    config.check_device(accelerator.device)
+
+    # Weights in half precision would lose small steps; --precision is for speed.
+    growable = load_model(model, revision, str(accelerator.device)).float()
+    if recipe is not None:
+        choose_amounts(growable, recipe)
+    tokenizer = load_tokenizer(model, revision)
+    sequences, eval_rows = load_rows(data, wanted, evaluation, tokenizer, growable)
+    shared: dict[str, Any] = {"collate": sequences.collate, "accelerator": accelerator, "progress": True}
+    untouched = GrowthTrainer(growable, sequences.rows, eval_rows, config=replace(config, train="all"), **shared)
+    before = None if eval_rows is None else untouched.evaluate()
+    if recipe is not None:
+        batches = untouched.feed.sample(growth_sequences, 0) if recipe.grows else []
+        places = {"resume": resume, "accelerator": accelerator, "progress": accelerator.is_main_process}
+        growable = adapt_or_resume(growable, batches, recipe, run / START, **places)
+    shared |= {"folder": run, "tokenizer": tokenizer, "growth": growth, "schedule": when}
+    trainer = GrowthTrainer(growable, sequences.rows, eval_rows, config=config, **shared)
+    result = trainer.train(resume=resume)
+    found = summary(trainer, result, method) | {"model": model, "data": data, "out": str(out), "eval_before": before}
+    if not accelerator.is_main_process:
+        return
+    if growth_only:
+        save_adapted(trainer.model, out, config=recipe, overwrite=overwrite)
+    else:
+        whole_model = trainer.model if trainer.model is trainer.inner else trainer.model.merge_and_unload()
+        save_grown(whole_model, out, tokenizer=tokenizer, overwrite=overwrite)
+    if as_json:
+        print_json(found)
+    else:
+        print_facts(facts(found))
+        say(f"saved in {out}; the checkpoints in {run} can be removed")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What to evaluate on: other data, another split of the same, or else a share of it."""
+
+    data: str | None
+    split: str | None
+    held_out: float
+    max_sequences: int
+
+
+def growth_events(
+    how_much: dict[str, str | None], when: dict[str, Any], step_size: float | None, sequences: int
+) -> tuple[GrowthConfig | None, GrowthSchedule | None]:
+    """What to grow at each event, and when; neither where nothing is asked for."""
+    how_much, when = ({name: value for name, value in given.items() if value is not None} for given in (how_much, when))
+    if not how_much and not when:
+        return None, None
+    found: dict[str, Any] = {kind: amounts(_option(kind), how_much.get(kind)) for kind in KINDS}
+    growth = GrowthConfig(**found, budget=how_much.get("budget"), step_size=step_size)
+    if not when.keys() & {"at", "every", "plateau"}:
+        when["at"] = "0"
+    if "at" in when:
+        when["at"] = tuple(_whole("--grow-at", part) for part in when["at"].split(","))
+    return growth, GrowthSchedule(**when, sequences=sequences)
+
+
+def refuse(method: str, given: dict[str, Any]) -> None:
+    """Options that a method does nothing with are mistakes."""
+    for name, value in given.items():
+        if value is not None:
+            raise HfGrowError(f"{_option(name)} has no meaning with --method {method}: leave it out.")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _whole(option: str, text: str) -> int:
+    if not text.strip().isdigit():
+        raise HfGrowError(f"{option} must be made of whole numbers, not {text!r}.")
+    return int(text)
+
+
+def check_run(folder: Path, out: Path, resume: bool, method: str) -> None:
+    """Refuse a folder of checkpoints that this run cannot go on in."""
+    if folder.resolve() == out.resolve():
+        raise HfGrowError("--checkpoints and --out must be different folders.")
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise HfGrowError(f"{folder} is a file; name a folder with --checkpoints.")
+    found, started = checkpoints(folder), (folder / START).is_dir()
+    if found and not resume:
+        raise HfGrowError(f"{folder} holds checkpoints of a run: go on with --resume, or choose other --checkpoints.")
+    if resume and (found or started) and started != (method != "full"):
+        raise HfGrowError(f"{folder} is not a whole run of --method {method}: choose the same method, or start anew.")
+    if resume and not found and not started and any(place.is_file() for place in folder.iterdir()):
+        raise HfGrowError(f"{folder} holds no run to go on with: choose its folder with --checkpoints.")
+
+
+def load_rows(
+    data: str, wanted: DataConfig, evaluation: Evaluation, tokenizer: Any, model: Any
+) -> tuple[Sequences, Any]:
+    """Sequences to train on, and rows to evaluate on, if any."""
+    sequences = load_sequences(data, tokenizer, model, config=wanted)
+    if evaluation.data or evaluation.split:
+        split, most = evaluation.split or wanted.split, evaluation.max_sequences
+        other = replace(wanted, split=split, max_sequences=most, shuffle_buffer=None)
+        return sequences, load_sequences(evaluation.data or data, tokenizer, model, config=other).rows
+    if not evaluation.held_out:
+        return sequences, None
+    rows, held_out = split_rows(sequences.rows, evaluation.held_out, wanted.seed)
+    kept = [held_out[number] for number in range(min(len(held_out), evaluation.max_sequences))]
+    return replace(sequences, rows=rows), kept
+
+
+def summary(trainer: GrowthTrainer, result: TrainResult, method: str) -> dict[str, Any]:
+    """What happened, ready for JSON."""
+    adapters = method != "full"
+    # With adapters the model grew once, before the trainer got it.
+    events = trainer.inner.growth_history["events"][-1:] if method.startswith("grow") else result.reports
+    kept = ("training_step", "parameters_added", "loss_before", "loss_after", "form")
+    learning = (parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
+    return {
+        "method": method,
+        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
+        "trainable_parameters": trainable_parameters(trainer.model) if adapters else sum(learning),
+        "growth": [{name: event.get(name, 0) for name in kept} for event in events],
+        "loss": result.loss,
+        "eval_after": result.eval_loss,
+        "steps": result.steps,
+        "seconds": result.seconds,
+    }
+
+
+def facts(found: dict[str, Any]) -> dict[str, str]:
+    """The same in a few lines."""
+    trainable, parameters = found["trainable_parameters"], found["parameters"]
+    lines = {"trainable parameters": f"{trainable:,} of {parameters:,} ({trainable / parameters:.2%})"}
+    for event in found["growth"]:
+        losses = f"loss {event['loss_before']:.4f} → {event['loss_after']:.4f}"
+        lines[f"growth at step {event['training_step']}"] = f"{event['parameters_added']:+,} parameters, {losses}"
+    if found["loss"] is not None:
+        lines["training loss at the end"] = f"{found['loss']:.4f}"
+    if found["eval_before"] is not None:
+        lines["evaluation loss"] = f"{found['eval_before']:.4f} → {found['eval_after']:.4f}"
+    return lines | {"steps": f"{found['steps']:,} in {found['seconds']:.1f} s"}

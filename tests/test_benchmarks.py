@@ -1,0 +1,63 @@
+"""The benchmarks of growth and of adapters run at tiny sizes and give numbers for every cell."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SIZES = "--layers 1 --width 16 --heads 2 --length 16 --batch-size 2 --steps 6 --warmup 2 --growth-sequences 8"
+AMOUNTS = "--grow-at 2 4 --columns 2 --checkpoints 1 2 3 --seeds 2"
+
+
+def test_the_growth_benchmark_prints_its_tables_and_writes_every_number(tmp_path):
+    files = ["--json", tmp_path / "rows.json", "--figure", tmp_path / "starts.png"]
+    command = [sys.executable, ROOT / "scripts" / "bench_growth.py", *SIZES.split(), *AMOUNTS.split(), *files]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Part a, growth during training" in done.stdout and "against no growth" in done.stdout
+    assert done.stdout.count("Part b, start of new columns") == 4
+
+    found = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
+    small, grown, random, by_chance, large = (rows[0] for rows in found["a"]["runs"].values())
+    assert small["query_key"] == [1, 1] and grown["query_key"] == random["query_key"] == by_chance["query_key"] == [
+        1,
+        8,
+    ]
+    # Growth ends at the size of the large model.
+    assert grown["parameters"] == by_chance["parameters"] == [small["parameters"][0], large["parameters"][0]]
+    for run in found["a"]["summary"].values():
+        assert all(math.isfinite(run[name][part]) for name in ("loss", "difference") for part in ("mean", "spread"))
+
+    starts = found["b"]["summary"]
+    assert set(starts) == {"all", "new"} and all(len(rows) == 5 for rows in starts.values())
+    for cells in (cells for rows in starts.values() for cells in rows.values()):
+        assert list(cells) == ["0", "1", "2", "3"]
+        numbers = [cell[name][part] for cell in cells.values() for name in cell for part in ("mean", "spread")]
+        assert all(math.isfinite(number) for number in numbers)
+    # Both forms with zero keys leave the function as it is.
+    insertion = {start: cells["0"]["loss"]["mean"] for start, cells in starts["new"].items()}
+    for start in ("SVD queries, zero keys", "random queries, zero keys"):
+        assert math.isclose(insertion[start], insertion["no growth"], rel_tol=1e-6)
+    assert (tmp_path / "starts.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_adapter_benchmark_counts_what_learns(tmp_path):
+    """Its runs end with an error if LoRA touches GPT-2's values, which are not counted."""
+    command = [sys.executable, ROOT / "scripts" / "bench_adapters.py", "--steps", "0", "2", "--seeds", "1"]
+    sizes = ["--rates", "1e-3", "--sequences", "8", "--length", "16", "--blocks", "16", "--json", tmp_path / "out.json"]
+    done = subprocess.run([*command, *sizes], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (found,) = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert len(found["methods"]) == 7
+    counts = [entry["trainable"] for entry in found["methods"].values()]
+    assert max(counts) == 16_512 and min(counts) > 0.9 * max(counts)
+    shown = subprocess.run(
+        [*command[:2], "--read", tmp_path / "out.json", "--figure", tmp_path / "out.png"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert shown.returncode == 0, shown.stderr[-2000:]
+    assert "whitened columns" in shown.stdout and (tmp_path / "out.png").stat().st_size > 10_000
