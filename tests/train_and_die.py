@@ -2,7 +2,8 @@
 
 run FOLDER OUT             one attempt, which dies where DIE_AT and DIE_RANK say
 often FOLDER OUT SEED N MOMENT…
-                           attempts that die at the moments, N that are killed from outside, and one to the end
+                           attempts that die at the moments, N that are killed from outside, and one to the end;
+                           a run that ended before it was killed leaves done-….pt beside OUT, and the next one is new
 """
 
 import json
@@ -119,11 +120,16 @@ def often(folder, out, seed, times, moments):
     told, rest = [], random.Random(seed)
     for moment in moments:
         told.append([moment, ended(forked(folder, out, moment)), sorted(os.listdir(folder)) if folder.exists() else []])
-    for _ in range(times):
+    while times:
         process = forked(folder, out)
         time.sleep(rest.uniform(0.02, 0.7) * took)
         os.kill(process, signal.SIGKILL)
         told.append(["outside", ended(process), sorted(os.listdir(folder)) if folder.exists() else []])
+        if told[-1][1] == 0:
+            out.rename(out.with_name(f"done-{len(told)}.pt"))
+            shutil.rmtree(folder)
+        else:
+            times -= 1
     told.append(["end", ended(forked(folder, out)), sorted(os.listdir(folder))])
     print(json.dumps(told))
 
