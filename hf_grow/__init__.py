@@ -8,6 +8,7 @@ from hf_grow.checkpoint import inspect_checkpoint, load_grown, push_grown, save_
 from hf_grow.collect import collect_statistics
 from hf_grow.config import CollectConfig, GrowthConfig
 from hf_grow.errors import HfGrowError
+from hf_grow.finetuning import Evaluation, FinetuneResult, finetune
 from hf_grow.growth_file import load_growth, remove_growth, save_growth
 from hf_grow.insert import grow, insert_growth
 from hf_grow.new_weights import NewWeights
@@ -27,6 +28,8 @@ __all__ = [
     "SMALL_MODEL",
     "AdaptConfig",
     "CollectConfig",
+    "Evaluation",
+    "FinetuneResult",
     "GrowthCallback",
     "GrowthConfig",
     "GrowthPlan",
@@ -43,6 +46,7 @@ __all__ = [
     "add_heads",
     "collect_statistics",
     "drop_query_key",
+    "finetune",
     "grow",
     "insert_growth",
     "inspect_checkpoint",

@@ -11,12 +11,12 @@ nothing, so let it learn for some steps before growth. Killed? Run it again with
 import argparse
 
 import torch
+from accelerate import PartialState
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_grow
-from hf_grow import GrowthConfig, GrowthSchedule, GrowthTrainer, TrainConfig
-from hf_grow.checkpoint import check_out_folder
-from hf_grow.data import DataConfig, load_sequences, split_rows
+from hf_grow import Evaluation, GrowthConfig, GrowthSchedule, TrainConfig
+from hf_grow.data import DataConfig
 
 
 def main() -> None:
@@ -43,39 +43,25 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
-    check_out_folder(options.out, overwrite=False)
 
     # A new head is random: all processes, and a run that is resumed, must begin with the same.
     torch.manual_seed(options.seed)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
     if options.mlm:
         model = AutoModelForMaskedLM.from_pretrained(options.model, dtype=torch.float32)
     else:
         model = AutoModelForSequenceClassification.from_pretrained(
             options.model, num_labels=options.labels, dtype=torch.float32
         )
-    hf_grow.make_growable(model)
-
-    columns = {"text_column": options.text_column, "label_column": options.label_column, "length": options.length}
-    data = load_sequences(options.data, tokenizer, model, config=DataConfig(**columns))
-    if options.eval_split:
-        other = DataConfig(**columns, split=options.eval_split, max_sequences=1000)
-        rows, eval_rows = data.rows, load_sequences(options.data, tokenizer, model, config=other).rows
-    else:
-        rows, eval_rows = split_rows(data.rows, 0.05, options.seed)
-
     growth = schedule = None
     if options.grow_at:
         amount = {"budget": options.budget} if options.columns is None else {"columns": options.columns}
-        growth, schedule = (
-            GrowthConfig(**amount),
-            GrowthSchedule(at=options.grow_at, sequences=options.growth_sequences),
-        )
-    trainer = GrowthTrainer(
+        growth = GrowthConfig(**amount)
+        schedule = GrowthSchedule(at=options.grow_at, sequences=options.growth_sequences)
+    result = hf_grow.finetune(
         model,
-        rows,
-        eval_rows,
-        collate=data.collate,
+        AutoTokenizer.from_pretrained(options.model),
+        options.data,
+        options.out,
         config=TrainConfig(
             steps=options.steps,
             batch_size=options.batch_size,
@@ -88,16 +74,15 @@ def main() -> None:
         ),
         growth=growth,
         schedule=schedule,
-        folder=f"{options.out}-checkpoints",
-        tokenizer=tokenizer,
+        data_config=DataConfig(
+            text_column=options.text_column, label_column=options.label_column, length=options.length
+        ),
+        evaluation=Evaluation(split=options.eval_split, max_sequences=1000),
+        resume=options.resume,
     )
-    before = trainer.evaluate()
-    result = trainer.train(resume=options.resume)
-
-    if trainer.accelerator.is_main_process:
-        hf_grow.save_grown(trainer.model, options.out, tokenizer=tokenizer)
-        print(f"evaluation loss {before:.4f} → {result.eval_loss:.4f} in {result.steps} steps, saved in {options.out}")
-    trainer.accelerator.end_training()
+    if PartialState().is_main_process:
+        print(f"{result}\nsaved in {result.out}")
+    PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -10,14 +10,12 @@ grow, lora or grow+lora the model is frozen, and --budget is for all that learns
 import argparse
 
 import torch
+from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_grow
-from hf_grow import AdaptConfig, GrowthConfig, GrowthSchedule, GrowthTrainer, TrainConfig
-from hf_grow.checkpoint import check_out_folder
-from hf_grow.data import DataConfig, load_sequences, split_rows
-from hf_grow.feed import Feed
-from hf_grow.training_setup import make_accelerator
+from hf_grow import AdaptConfig, Evaluation, GrowthConfig, GrowthSchedule, TrainConfig
+from hf_grow.data import DataConfig
 
 
 def main() -> None:
@@ -41,72 +39,41 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
-    check_out_folder(options.out, overwrite=False)
 
-    recipe = None
+    recipe = growth = schedule = None
     if options.method != "full":
         recipe = AdaptConfig(method=options.method, budget=options.budget, columns=options.columns)
-    config = TrainConfig(
-        steps=options.steps,
-        batch_size=options.batch_size,
-        accumulation=options.accumulation,
-        learning_rate=options.learning_rate,
-        precision=options.precision,
-        train="all" if recipe is None else recipe.train,
-        eval_every=options.every,
-        save_every=options.every,
-        seed=options.seed,
-    )
-    checkpoints = f"{options.out}-checkpoints"
-    accelerator = make_accelerator(config, checkpoints)
-
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = hf_grow.make_growable(AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32))
-    wanted = DataConfig(length=options.length, batch_size=options.batch_size)
-    data = load_sequences(options.data, tokenizer, model, config=wanted)
-    if options.eval_split:
-        other = DataConfig(split=options.eval_split, length=options.length, max_sequences=256)
-        rows, eval_rows = data.rows, load_sequences(options.data, tokenizer, model, config=other).rows
-    else:
-        rows, eval_rows = split_rows(data.rows, 0.05, options.seed)
-
-    growth = schedule = None
-    if recipe is not None:
-        # The frozen model gets its new weights before training; a run that is resumed, those it began with.
-        me, all_of_us = accelerator.process_index, accelerator.num_processes
-        feed = Feed(rows, data.collate, options.batch_size, processes=all_of_us, process=me, seed=options.seed)
-        batches = feed.sample(options.growth_sequences, 0)
-        start = {"resume": options.resume, "accelerator": accelerator}
-        model = hf_grow.adapt_or_resume(model, batches, recipe, f"{checkpoints}/start", **start)
     elif options.grow_at:
         amount = {"budget": options.budget} if options.columns is None else {"columns": options.columns}
-        growth, schedule = (
-            GrowthConfig(**amount),
-            GrowthSchedule(at=options.grow_at, sequences=options.growth_sequences),
-        )
-
-    trainer = GrowthTrainer(
-        model,
-        rows,
-        eval_rows,
-        collate=data.collate,
-        config=config,
+        growth = GrowthConfig(**amount)
+        schedule = GrowthSchedule(at=options.grow_at, sequences=options.growth_sequences)
+    result = hf_grow.finetune(
+        AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32),
+        AutoTokenizer.from_pretrained(options.model),
+        options.data,
+        options.out,
+        config=TrainConfig(
+            steps=options.steps,
+            batch_size=options.batch_size,
+            accumulation=options.accumulation,
+            learning_rate=options.learning_rate,
+            precision=options.precision,
+            eval_every=options.every,
+            save_every=options.every,
+            seed=options.seed,
+        ),
+        recipe=recipe,
         growth=growth,
         schedule=schedule,
-        folder=checkpoints,
-        tokenizer=tokenizer,
-        accelerator=accelerator,
+        growth_sequences=options.growth_sequences,
+        data_config=DataConfig(length=options.length),
+        evaluation=Evaluation(split=options.eval_split),
+        resume=options.resume,
+        growth_only=recipe is not None,
     )
-    before = trainer.evaluate()
-    result = trainer.train(resume=options.resume)
-
-    if accelerator.is_main_process:
-        if recipe is None:
-            hf_grow.save_grown(trainer.model, options.out, tokenizer=tokenizer)
-        else:
-            hf_grow.save_adapted(trainer.model, options.out, config=recipe)
-        print(f"evaluation loss {before:.4f} → {result.eval_loss:.4f} in {result.steps} steps, saved in {options.out}")
-    accelerator.end_training()
+    if PartialState().is_main_process:
+        print(f"{result}\nsaved in {result.out}")
+    PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ RANKS = [
     {"growth_file", "checkpoint", "figures", "html_report"},
     {"run_state", "recipe"},
     {"trainer"},
+    {"finetuning"},
     {"cli", "__init__", "__main__"},
 ]
 

@@ -133,7 +133,7 @@ def test_a_killed_run_goes_on_to_the_same_model(command, options, tmp_path, monk
         assert call(*command, "--out", tmp_path / "killed")[0] != 0
     assert not (tmp_path / "killed").exists()
     code, _, err = call(*command, "--out", tmp_path / "killed")
-    assert code == 2 and "go on with --resume" in " ".join(err.split())
+    assert code == 2 and "resume it, or choose another folder" in " ".join(err.split())
     succeed(*command, "--out", tmp_path / "killed", "--resume")
     first, second = (load_grown(tmp_path / name).state_dict() for name in ("whole", "killed"))
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -160,10 +160,10 @@ BAD = {
     "empty data": (("--data", "EMPTY"), "is empty"),
     "stream without evaluation": (("--streaming", "--held-out", "0.5", "NO EVALUATION"), "A stream cannot be split"),
     "file as run": (("--checkpoints", "EMPTY"), "is a file"),
-    "run is out": (("--checkpoints", "OUT"), "must be different folders"),
-    "foreign run": (("--checkpoints", "FOREIGN", "--resume"), "holds no run to go on with"),
+    "run is out": (("--checkpoints", "OUT"), "must go to different folders"),
+    "foreign run": (("--checkpoints", "FOREIGN", "--resume"), "holds no run to resume"),
     "half checkpoint": (("--checkpoints", "HALF", "--resume"), "is not a whole checkpoint"),
-    "half run": (("--checkpoints", "HALF", "--resume", "--method", "lora"), "not a whole run of --method lora"),
+    "half run": (("--checkpoints", "HALF", "--resume", "--method", "lora"), "not a whole run of the method lora"),
 }
 
 

@@ -1,36 +1,26 @@
 """`hf-grow finetune`: train all weights of a model that grows on the way, or few new ones beside a frozen model."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from accelerate import PartialState
 
-from hf_grow.checkpoint import check_out_folder, save_grown
+from hf_grow import finetuning
 from hf_grow.cli import options
 from hf_grow.cli.grow import AMOUNT, EACH_LAYER, amounts
 from hf_grow.cli.loading import load_model, load_tokenizer
 from hf_grow.cli.output import print_facts, print_json, say
 from hf_grow.config import KINDS, GrowthConfig, one_of
-from hf_grow.data import DataConfig, Sequences, load_sequences, split_rows
+from hf_grow.data import DataConfig
 from hf_grow.errors import HfGrowError
-from hf_grow.recipe import (
-    METHODS,
-    AdaptConfig,
-    adapt_or_resume,
-    check_adapted_folder,
-    choose_amounts,
-    save_adapted,
-    trainable_parameters,
-)
-from hf_grow.run_state import checkpoints
+from hf_grow.finetuning import Evaluation, check_folders
+from hf_grow.recipe import METHODS, AdaptConfig
 from hf_grow.schedule import GrowthSchedule
 from hf_grow.train_config import OPTIMIZERS, PRECISIONS, SCHEDULES, TrainConfig
-from hf_grow.trainer import GrowthTrainer, TrainResult
-from hf_grow.training_setup import make_accelerator
 
 TRAINING, EVENTS, EVALUATION = "Training", "When to grow (method full)", "Evaluation"
-START = "start"
 
 
 def finetune(
@@ -134,10 +124,10 @@ def finetune(
     ] = None,
     held_out: Annotated[
         float, typer.Option(help="Else: share of --data to evaluate on; 0 for none.", rich_help_panel=EVALUATION)
-    ] = 0.05,
+    ] = Evaluation.held_out,
     max_eval_sequences: Annotated[
         int, typer.Option(help="Evaluate on so many at most.", rich_help_panel=EVALUATION)
-    ] = options.MAX_SEQUENCES,
+    ] = Evaluation.max_sequences,
     eval_every: Annotated[
         int | None, typer.Option(help="Steps between evaluations; the end only.", rich_help_panel=EVALUATION)
     ] = None,
@@ -196,7 +186,6 @@ def finetune(
         clip=clip or None,
         precision=precision,
         gradient_checkpointing=gradient_checkpointing,
-        train="all" if recipe is None else recipe.train,
         eval_every=eval_every,
         log_every=log_every,
         save_every=save_every,
@@ -204,53 +193,33 @@ def finetune(
         seed=seed,
     )
     wanted = DataConfig(split, text_column, label_column, length, batch_size, max_sequences, seed, streaming, processes)
-    wanted = replace(wanted, shuffle_buffer=shuffle_buffer)
-    evaluation = Evaluation(eval_data, eval_split, held_out, max_eval_sequences)
-    run = folder or out.with_name(f"{out.name}-checkpoints")
-    (check_adapted_folder if growth_only else check_out_folder)(out, overwrite)
-    check_run(run, out, resume, method)
-    accelerator = make_accelerator(config, run)
-    config.check_device(accelerator.device)
-
+    run = check_folders(out, folder, recipe, resume=resume, overwrite=overwrite, growth_only=growth_only)
     # Weights in half precision would lose small steps; --precision is for speed.
-    growable = load_model(model, revision, str(accelerator.device)).float()
-    if recipe is not None:
-        choose_amounts(growable, recipe)
-    tokenizer = load_tokenizer(model, revision)
-    sequences, eval_rows = load_rows(data, wanted, evaluation, tokenizer, growable)
-    shared: dict[str, Any] = {"collate": sequences.collate, "accelerator": accelerator, "progress": True}
-    untouched = GrowthTrainer(growable, sequences.rows, eval_rows, config=replace(config, train="all"), **shared)
-    before = None if eval_rows is None else untouched.evaluate()
-    if recipe is not None:
-        batches = untouched.feed.sample(growth_sequences, 0) if recipe.grows else []
-        places = {"resume": resume, "accelerator": accelerator, "progress": accelerator.is_main_process}
-        growable = adapt_or_resume(growable, batches, recipe, run / START, **places)
-    shared |= {"folder": run, "tokenizer": tokenizer, "growth": growth, "schedule": when}
-    trainer = GrowthTrainer(growable, sequences.rows, eval_rows, config=config, **shared)
-    result = trainer.train(resume=resume)
-    found = summary(trainer, result, method) | {"model": model, "data": data, "out": str(out), "eval_before": before}
-    if not accelerator.is_main_process:
+    growable = load_model(model, revision, "cpu").float()
+    result = finetuning.finetune(
+        growable,
+        load_tokenizer(model, revision),
+        data,
+        out,
+        config=config,
+        recipe=recipe,
+        growth=growth,
+        schedule=when,
+        growth_sequences=growth_sequences,
+        data_config=replace(wanted, shuffle_buffer=shuffle_buffer),
+        evaluation=Evaluation(eval_data, eval_split, held_out, max_eval_sequences),
+        checkpoints=run,
+        resume=resume,
+        overwrite=overwrite,
+        growth_only=growth_only,
+    )
+    if not PartialState().is_main_process:
         return
-    if growth_only:
-        save_adapted(trainer.model, out, config=recipe, overwrite=overwrite)
-    else:
-        whole_model = trainer.model if trainer.model is trainer.inner else trainer.model.merge_and_unload()
-        save_grown(whole_model, out, tokenizer=tokenizer, overwrite=overwrite)
     if as_json:
-        print_json(found)
+        print_json({"method": method, "model": model, "data": data, **result.summary()})
     else:
-        print_facts(facts(found))
+        print_facts(result.facts())
         say(f"saved in {out}; the checkpoints in {run} can be removed")
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What to evaluate on: other data, another split of the same, or else a share of it."""
-
-    data: str | None
-    split: str | None
-    held_out: float
-    max_sequences: int
 
 
 def growth_events(
@@ -284,69 +253,3 @@ def _whole(option: str, text: str) -> int:
     if not text.strip().isdigit():
         raise HfGrowError(f"{option} must be made of whole numbers, not {text!r}.")
     return int(text)
-
-
-def check_run(folder: Path, out: Path, resume: bool, method: str) -> None:
-    """Refuse a folder of checkpoints that this run cannot go on in."""
-    if folder.resolve() == out.resolve():
-        raise HfGrowError("--checkpoints and --out must be different folders.")
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise HfGrowError(f"{folder} is a file; name a folder with --checkpoints.")
-    found, started = checkpoints(folder), (folder / START).is_dir()
-    if found and not resume:
-        raise HfGrowError(f"{folder} holds checkpoints of a run: go on with --resume, or choose other --checkpoints.")
-    if resume and (found or started) and started != (method != "full"):
-        raise HfGrowError(f"{folder} is not a whole run of --method {method}: choose the same method, or start anew.")
-    if resume and not found and not started and any(place.is_file() for place in folder.iterdir()):
-        raise HfGrowError(f"{folder} holds no run to go on with: choose its folder with --checkpoints.")
-
-
-def load_rows(
-    data: str, wanted: DataConfig, evaluation: Evaluation, tokenizer: Any, model: Any
-) -> tuple[Sequences, Any]:
-    """Sequences to train on, and rows to evaluate on, if any."""
-    sequences = load_sequences(data, tokenizer, model, config=wanted)
-    if evaluation.data or evaluation.split:
-        split, most = evaluation.split or wanted.split, evaluation.max_sequences
-        other = replace(wanted, split=split, max_sequences=most, shuffle_buffer=None)
-        return sequences, load_sequences(evaluation.data or data, tokenizer, model, config=other).rows
-    if not evaluation.held_out:
-        return sequences, None
-    rows, held_out = split_rows(sequences.rows, evaluation.held_out, wanted.seed)
-    kept = [held_out[number] for number in range(min(len(held_out), evaluation.max_sequences))]
-    return replace(sequences, rows=rows), kept
-
-
-def summary(trainer: GrowthTrainer, result: TrainResult, method: str) -> dict[str, Any]:
-    """What happened, ready for JSON."""
-    adapters = method != "full"
-    # With adapters the model grew once, before the trainer got it.
-    events = trainer.inner.growth_history["events"][-1:] if method.startswith("grow") else result.reports
-    kept = ("training_step", "parameters_added", "loss_before", "loss_after", "form")
-    learning = (parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
-    return {
-        "method": method,
-        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
-        "trainable_parameters": trainable_parameters(trainer.model) if adapters else sum(learning),
-        "growth": [{name: event.get(name, 0) for name in kept} for event in events],
-        "loss": result.loss,
-        "eval_after": result.eval_loss,
-        "steps": result.steps,
-        "seconds": result.seconds,
-    }
-
-
-def facts(found: dict[str, Any]) -> dict[str, str]:
-    """The same in a few lines."""
-    trainable, parameters = found["trainable_parameters"], found["parameters"]
-    lines = {"trainable parameters": f"{trainable:,} of {parameters:,} ({trainable / parameters:.2%})"}
-    for event in found["growth"]:
-        losses = f"loss {event['loss_before']:.4f} → {event['loss_after']:.4f}"
-        lines[f"growth at step {event['training_step']}"] = f"{event['parameters_added']:+,} parameters, {losses}"
-    if found["loss"] is not None:
-        lines["training loss at the end"] = f"{found['loss']:.4f}"
-    if found["eval_before"] is not None:
-        lines["evaluation loss"] = f"{found['eval_before']:.4f} → {found['eval_after']:.4f}"
-    return lines | {"steps": f"{found['steps']:,} in {found['seconds']:.1f} s"}
