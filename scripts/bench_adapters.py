@@ -1,4 +1,4 @@
-"""Adapters at equal trainable parameters, the base frozen: LoRA, LoRA-GA, new query/key columns, columns with LoRA.
+"""Adapters at equal trainable parameters, the base frozen: LoRA, LoRA-GA, new columns, columns with LoRA.
 
 A pretrained model adapts to text from another source, the source code of Python's library. Three texts of different
 modules: one to grow and train on, one to choose learning rates on, one that is reported. With the first seed every
@@ -45,7 +45,11 @@ GROWING = ("argparse", "dataclasses", "inspect", "shutil", "tarfile", "tempfile"
 CHOOSING = ("configparser", "ftplib", "textwrap")
 REPORTED = ("calendar", "csv", "gzip", "smtplib", "string")
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
-# New columns want larger steps than LoRA, whose product of two factors moves by both.
+Roles = tuple[str, ...]
+QK: Roles = ("query", "key")
+QKV: Roles = (*QK, "value")
+QKVO: Roles = (*QKV, "output")
+# New query/key columns want larger steps than LoRA, whose product of two factors moves by both, and than value columns.
 LORA_RATES, COLUMN_RATES = (1e-3, 3e-3, 1e-2), (3e-3, 1e-2, 3e-2)
 STEPS = (0, 10, 25, 50, 100, 400)
 console = Console(width=140)
@@ -156,65 +160,81 @@ def growing_batches(task: Task, seed: int, sequences: int) -> list[Text]:
     return batches_of(rows(task.training, order[:sequences]), 8)
 
 
-def grown(task: Task, seed: int, sequences: int, columns: int, step_size: float | None) -> Any:
-    """The model with new columns from the whitened SVD."""
+def grown(task: Task, seed: int, sequences: int, step_size: float | None, **amounts: int) -> Any:
+    """The model with new columns from the whitened SVD; `amounts` are those of a GrowthConfig."""
     model = copy.deepcopy(task.model)
-    config = GrowthConfig(columns=columns, step_size=step_size)
+    config = GrowthConfig(step_size=step_size, **amounts)
     hf_grow.grow(model, growing_batches(task, seed, sequences), config, collect=CollectConfig(seed=seed))
     return model
 
 
-def with_columns(task: Task, seed: int, sequences: int, step_size: float | None) -> Adapted:
+def with_columns(task: Task, seed: int, sequences: int, step_size: float | None, **amounts: int) -> Adapted:
     """New columns alone."""
-    model = grown(task, seed, sequences, task.columns, step_size)
+    model = grown(task, seed, sequences, step_size, **amounts)
     return Adapted(model, NewWeights(model).count)
 
 
 def with_random_columns(task: Task, seed: int, sequences: int) -> Adapted:
     """Columns of chance, in every head as large as the searched ones, on both sides."""
-    like = grown(task, seed, sequences, task.columns, None)
+    like = grown(task, seed, sequences, None, columns=task.columns)
     model = hf_grow.make_growable(copy.deepcopy(task.model))
     generator = torch.Generator().manual_seed(seed)
     for site in attention_sites(like):
-        width, found = site.attention.base_dims.qk_head_dim, {}
-        for role in ("query", "key"):
-            new = read_blocks(site)[role][:, :, width:]
-            chance = torch.randn(new.shape, generator=generator)
-            found[role] = chance * new.norm(dim=(1, 2), keepdim=True) / chance.norm(dim=(1, 2), keepdim=True)
+        width = site.attention.base_dims.qk_head_dim
+        found = {role: by_chance(read_blocks(site)[role][:, :, width:], generator) for role in ("query", "key")}
         hf_grow.widen_query_key(model, site.layer, task.columns, **found)
     return Adapted(model, NewWeights(model).count)
 
 
-def with_lora(task: Task, seed: int, sequences: int, budget: int, **options: bool) -> Adapted:
-    """LoRA on queries and keys, and on values if asked for."""
-    return add_lora(hf_grow.make_growable(copy.deepcopy(task.model)), task, seed, sequences, budget, **options)
+def with_random_values(task: Task, seed: int, sequences: int) -> Adapted:
+    """Value columns of chance, in every head as large as the searched ones, and zero outputs as these have."""
+    like = grown(task, seed, sequences, 0, value_columns=task.columns)
+    model = hf_grow.make_growable(copy.deepcopy(task.model))
+    generator = torch.Generator().manual_seed(seed)
+    for site in attention_sites(like):
+        width, blocks = site.attention.base_dims.v_head_dim, read_blocks(site)
+        value, output = by_chance(blocks["value"][:, :, width:], generator), blocks["output"][:, width:]
+        hf_grow.widen_value(model, site.layer, task.columns, value=value, output=torch.zeros_like(output))
+    return Adapted(model, NewWeights(model).count)
 
 
-def with_both(task: Task, seed: int, sequences: int, budget: int) -> Adapted:
-    """Half of the budget in columns, the rest in LoRA beside them."""
-    model = grown(task, seed, sequences, task.columns // 2, None)
+def by_chance(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Random weights (heads, …), in every head of the same norm as these."""
+    chance = torch.randn(like.shape, generator=generator)
+    return chance * like.norm(dim=(1, 2), keepdim=True) / chance.norm(dim=(1, 2), keepdim=True)
+
+
+def with_lora(
+    task: Task, seed: int, sequences: int, budget: int, roles: Roles, gradient_start: bool = False
+) -> Adapted:
+    """LoRA alone."""
+    model = hf_grow.make_growable(copy.deepcopy(task.model))
+    return add_lora(model, task, seed, sequences, budget, roles, gradient_start)
+
+
+def with_both(
+    task: Task, seed: int, sequences: int, budget: int, roles: Roles, step_size: float | None, **amounts: int
+) -> Adapted:
+    """Columns, and LoRA beside them for the rest of the budget."""
+    model = grown(task, seed, sequences, step_size, **amounts)
     new = NewWeights(model).count
-    both = add_lora(model, task, seed, sequences, budget - new)
-    return Adapted(both.model, both.trainable + new)
+    both = add_lora(model, task, seed, sequences, budget - new, roles)
+    return Adapted(both.model, both.trainable + new, both.values)
 
 
 def add_lora(
-    model: Any,
-    task: Task,
-    seed: int,
-    sequences: int,
-    budget: int,
-    gradient_start: bool = False,
-    values: bool = False,
+    model: Any, task: Task, seed: int, sequences: int, budget: int, roles: Roles, gradient_start: bool = False
 ) -> Adapted:
     """LoRA of the largest rank within the budget; with `gradient_start` its factors start from it (LoRA-GA)."""
     sites = attention_sites(model)
-    roles = ("query", "key", "value") if values else ("query", "key")
-    names = [path for path, held in sites[0].layout.inputs.items() if set(held) & set(roles)]
-    cost = sum(lora_cost(site, roles, len(names)) for site in sites)
+    paths = {**sites[0].layout.inputs, sites[0].layout.output: ("output",)}
+    names = [path for path, held in paths.items() if set(held) & set(roles)]
+    cost = sum(lora_cost(site, names, roles) for site in sites)
     rank = budget // cost
-    options: dict[str, Any] = {"r": rank, "lora_alpha": rank, "target_modules": names}
-    options["fan_in_fan_out"] = names == ["c_attn"]
+    # The full names: "c_proj" alone would be GPT-2's MLP too.
+    targets = [f"{site.name}.{path}" for site in sites for path in names]
+    options: dict[str, Any] = {"r": rank, "lora_alpha": rank, "target_modules": targets}
+    options["fan_in_fan_out"] = "c_attn" in names
     torch.manual_seed(seed)
     if gradient_start:
         options |= {"init_lora_weights": "lora_ga", "lora_ga_config": LoraGAConfig()}
@@ -222,6 +242,7 @@ def add_lora(
     if gradient_start:
         preprocess_loraga(model, config, partial(backward_all, model, growing_batches(task, seed, sequences)))
     adapted = get_peft_model(model, config)
+    values = "value" in roles
     if not values:
         take_off_values(adapted)
     return Adapted(adapted, rank * cost, values)
@@ -233,11 +254,14 @@ def backward_all(model: Any, batches: list[Text]) -> None:
         model(**batch).loss.backward()
 
 
-def lora_cost(site: Any, roles: tuple[str, ...], projections: int) -> int:
+def lora_cost(site: Any, names: list[str], roles: Roles) -> int:
     """Numbers per rank in one layer: the inputs of each adapted projection, and the outputs that are adapted."""
-    dims = site.attention.dims
-    outputs = sum(dims.heads(role) * dims.size(role) for role in roles)
-    return outputs + site.attention.config.hidden_size * projections
+    dims, hidden = site.attention.dims, site.attention.config.hidden_size
+    outputs = sum(dims.heads(role) * dims.size(role) for role in roles if role != "output")
+    inputs = hidden * sum(path != site.layout.output for path in names)
+    if "output" in roles:
+        inputs, outputs = inputs + dims.heads("output") * dims.size("output"), outputs + hidden
+    return inputs + outputs
 
 
 def fused_lora(model: Any) -> Iterator[tuple[Any, int]]:
@@ -306,17 +330,26 @@ def run(adapted: Adapted, task: Task, seed: int, rate: float, steps: list[int], 
     return found
 
 
-def methods(task: Task, seed: int, sequences: int) -> dict[str, Callable[[], Adapted]]:
-    """Each method's start; budgets are what the columns cost."""
-    budget = columns_cost(task)
+def methods(task: Task, seed: int, sequences: int) -> dict[str, tuple[Callable[[], Adapted], tuple[float, ...]]]:
+    """Each method's start, and the learning rates to try; budgets are what the columns cost."""
+    budget, all_columns, half = columns_cost(task), task.columns, task.columns // 2
+    lora = partial(with_lora, task, seed, sequences, budget)
+    both = partial(with_both, task, seed, sequences, budget)
+    columns = partial(with_columns, task, seed, sequences)
     return {
-        "LoRA on q, k": partial(with_lora, task, seed, sequences, budget),
-        "LoRA on q, k, v": partial(with_lora, task, seed, sequences, budget, values=True),
-        "LoRA-GA on q, k": partial(with_lora, task, seed, sequences, budget, gradient_start=True),
-        "random columns": partial(with_random_columns, task, seed, sequences),
-        "whitened columns, line search": partial(with_columns, task, seed, sequences, None),
-        "whitened columns, zero keys": partial(with_columns, task, seed, sequences, 0),
-        "whitened columns + LoRA": partial(with_both, task, seed, sequences, budget),
+        "LoRA on q, k": (partial(lora, QK), LORA_RATES),
+        "LoRA on q, k, v": (partial(lora, QKV), LORA_RATES),
+        "LoRA on q, k, v, o": (partial(lora, QKVO), LORA_RATES),
+        "LoRA-GA on q, k": (partial(lora, QK, gradient_start=True), LORA_RATES),
+        "random columns": (partial(with_random_columns, task, seed, sequences), COLUMN_RATES),
+        "whitened columns, line search": (partial(columns, None, columns=all_columns), COLUMN_RATES),
+        "whitened columns, zero keys": (partial(columns, 0, columns=all_columns), COLUMN_RATES),
+        "whitened columns + LoRA": (partial(both, QK, None, columns=half), LORA_RATES),
+        "whitened columns, zero keys, + LoRA": (partial(both, QK, 0, columns=half), LORA_RATES),
+        "random value columns": (partial(with_random_values, task, seed, sequences), LORA_RATES),
+        "whitened value columns": (partial(columns, 0, value_columns=all_columns), LORA_RATES),
+        "whitened columns and value columns": (partial(columns, 0, columns=half, value_columns=half), LORA_RATES),
+        "whitened value columns + LoRA on q, k, v, o": (partial(both, QKVO, 0, value_columns=half), LORA_RATES),
     }
 
 
@@ -334,13 +367,12 @@ def bench(task: Task, options: argparse.Namespace) -> dict[str, Any]:
     result = {"model": task.name, "parameters": task.model.num_parameters(), "methods": results}
     began = time.perf_counter()
     for seed in range(options.seeds):
-        for name, start in methods(task, seed, options.sequences).items():
+        for name, (start, tried) in methods(task, seed, options.sequences).items():
             if options.methods and name not in options.methods:
                 continue
             adapted = start()
             entry = results.setdefault(name, {"trainable": adapted.trainable, "runs": []})
-            rates = options.rates or (LORA_RATES if "LoRA" in name else COLUMN_RATES)
-            for rate in [best_rate(entry)] if seed else rates:
+            for rate in [best_rate(entry)] if seed else options.rates or tried:
                 losses = run(copy.deepcopy(adapted), task, seed, rate, options.steps, options.batch)
                 entry["runs"].append({"seed": seed, "rate": rate, "losses": losses})
             seconds = time.perf_counter() - began
