@@ -1,5 +1,6 @@
 """`GrowthCallback`: a model grows while transformers' Trainer, or one built on it, trains it."""
 
+import copy
 import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,6 +25,7 @@ from hf_grow.patch import make_growable
 from hf_grow.report import GrowthReport
 from hf_grow.resume import SizesFromCheckpoint, exchange
 from hf_grow.schedule import GrowthSchedule, GrowthState, check_first_event, check_steps, grow_on_schedule
+from hf_grow.training_setup import labelled
 
 logger = logging.getLogger("hf_grow")
 
@@ -38,7 +40,8 @@ class GrowthCallback(TrainerCallback, ExportableState):
     train                     "all", or "new": only what growth added learns; it must grow before the first step then
     learning_rate_multiplier  new weights move this much further in every step
 
-    Give it to the Trainer's `callbacks`; then `resume_from_checkpoint` works on the model that the run began with.
+    Give it to the Trainer's `callbacks`; then `resume_from_checkpoint` works on the model that the run began with, from
+    checkpoints in the Trainer's `output_dir`, unless it makes its model by `model_init`.
     `reports` says what happened, `progress` how far the schedule is.
     """
 
@@ -81,6 +84,8 @@ class GrowthCallback(TrainerCallback, ExportableState):
             "learning_rate_multiplier": self.learning_rate_multiplier,
         }
         saved = {"progress": self.progress.to_dict(), "own_batches": self.batches is not None}
+        if self._watched is not None:
+            saved["history"] = copy.deepcopy(self._watched.growth_history)
         return {"args": arguments, "attributes": {"_saved": saved}}
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -96,7 +101,7 @@ class GrowthCallback(TrainerCallback, ExportableState):
         """Go on where a checkpoint left off, check all that can be, and grow if that is due before the first step."""
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         self._make_ready(args, model)
-        self._restore(state)
+        self._restore(state, model)
         self._let_go()
         if self._sizes is not None and self._sizes.replaced:
             exchange(plain_optimizer(optimizer), self._sizes.replaced)
@@ -109,8 +114,13 @@ class GrowthCallback(TrainerCallback, ExportableState):
         if self._new_weights is None and (self.train == "new" or self.learning_rate_multiplier != 1):
             self._follow(model, optimizer)
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Evaluations count between steps only: a step may be the last one, by an error or an interrupt."""
+        self._training = False
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Grow if that is due after this step."""
+        self._training = True
         if self.progress.due_at_step(state.global_step) and state.global_step < state.max_steps:
             self._grow(args, state, **kwargs)
 
@@ -146,7 +156,7 @@ class GrowthCallback(TrainerCallback, ExportableState):
             self._watched = model
             model.register_load_state_dict_pre_hook(self._sizes)
 
-    def _restore(self, state: Any) -> None:
+    def _restore(self, state: Any, model: Any) -> None:
         """Take over how far the schedule was at a checkpoint; a run from the start begins anew."""
         self.progress = GrowthState(self.schedule)
         if self._saved.get("own_batches") and self.batches is None:
@@ -160,7 +170,9 @@ class GrowthCallback(TrainerCallback, ExportableState):
             own = self.state()["args"]
             if isinstance(entries, list):
                 entries = next((entry for entry in reversed(entries) if entry["args"] == own), self.state())
-            self.progress = GrowthState.from_dict(self.schedule, entries["attributes"]["_saved"]["progress"])
+            saved = entries["attributes"]["_saved"]
+            self.progress = GrowthState.from_dict(self.schedule, saved["progress"])
+            model.config.growth_history = saved.get("history") or model.config.growth_history
 
     def _check_run(self, args: Any, state: Any, model: Any, optimizer: Any, dataloader: Any) -> None:
         plain = plain_optimizer(optimizer)
@@ -181,12 +193,12 @@ class GrowthCallback(TrainerCallback, ExportableState):
     def _grow(self, args: Any, state: Any, **kwargs: Any) -> None:
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         step = state.global_step
-        batches = self.batches
+        batches = None if self.batches is None else read_batches(self.batches)
         if batches is None:
             batches = self._draw(args, kwargs["train_dataloader"], step, self.schedule.sequences)
         report = grow_on_schedule(
             model,
-            batches,
+            labelled(model, batches) or batches,
             self.growth,
             self.progress,
             step,

@@ -57,11 +57,16 @@ def grow(
     collected = time.perf_counter()
     plan = agreed_plan(statistics, config, accelerator)
     planned = time.perf_counter()
-    choosing, judging = split_batches(found, collect)
-    searched = searched or judging or choosing
+    searched = searched or batches_to_search(model, found, collect, accelerator)
     report = insert_growth(model, plan, searched, optimizer=optimizer, accelerator=accelerator, progress=progress)
     seconds = {"collecting": collected - began, "planning": planned - collected, **report.seconds}
     return model, replace(report, seconds=seconds)
+
+
+def batches_to_search(model: Any, batches: list[Batch], collect: CollectConfig, accelerator: Any) -> list[Batch]:
+    """Those that did not choose the new weights, where any process has some; else those that did."""
+    choosing, judging = split_batches(batches, collect)
+    return judging if Passes(model, accelerator).count(judging) else choosing
 
 
 def agreed_plan(statistics: Statistics, config: GrowthConfig, accelerator: Any = None) -> GrowthPlan:
@@ -121,7 +126,9 @@ def insert_growth(
     _check_plan(model, plan, sites)
     if optimizer is not None:
         plain_optimizer(optimizer)
-    found = None if batches is None else read_batches(batches)
+    # Of many processes some may have none.
+    many = accelerator is not None and accelerator.num_processes > 1
+    found = None if batches is None else read_batches(batches, least=0 if many else 1)
     passes = Passes(model, accelerator, progress)
     insertion = _Insertion(model, plan, sites, passes, found)
     steps = insertion.choose_steps()

@@ -76,6 +76,8 @@ class NewWeights:
             return
         for _, parameter in base_parameters(self.model):
             parameter.requires_grad_(False)
+            # An optimizer would go on with a gradient from before.
+            parameter.grad = None
         for part in self._parts:
             part.parameter.requires_grad_(True)
             self._gradients.append(part.parameter.register_hook(part.masked))

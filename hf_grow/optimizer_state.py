@@ -1,10 +1,11 @@
 """An optimizer goes on while parameters grow: new ones in the places of the old, the state of old entries carried.
 
-Entries that are new start with a state of zero. Adafactor keeps means over whole rows and columns instead; there a new
-row or column starts with the mean of the others, as a variance of zero would make its first steps far too long.
+Entries that are new start with a state of zero, or with what the optimizer itself starts with. Adafactor keeps means
+over whole rows and columns instead; there a new row or column starts with the mean of the others, as a variance of zero
+would make its first steps far too long.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -18,6 +19,8 @@ from hf_grow.errors import HfGrowError
 State = dict[str, Any]
 # The names under which torch's Adafactor and that of transformers keep one number for each row or column.
 ROW_STATES, COLUMN_STATES = ("row_var", "exp_avg_sq_row"), ("col_var", "exp_avg_sq_col")
+# States that do not start at zero, and the option of their optimizer that they start at: Adagrad's and Rprop's.
+STARTS = {"sum": "initial_accumulator_value", "step_size": "lr"}
 # They keep more than a state for each parameter, so that parameters cannot change under them.
 REFUSED = (torch.optim.LBFGS, ZeroRedundancyOptimizer)
 
@@ -84,21 +87,24 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 def carry_state(optimizer: Any, replacements: Sequence[Replacement]) -> CarriedState:
     """What an optimizer needs to go on after these replacements; refused before anything changes if it cannot."""
     plain = plain_optimizer(optimizer)
-    present = {parameter for group in plain.param_groups for parameter in group["params"]}
+    options = {parameter: group for group in plain.param_groups for parameter in group["params"]}
     for replacement in replacements:
         _check(plain, replacement.old, plain.state.get(replacement.old, {}))
-    if not any(replacement.old in present for replacement in replacements):
+    if not any(replacement.old in options for replacement in replacements):
         learning = [replacement for replacement in replacements if replacement.old.requires_grad]
         if learning:
             raise HfGrowError(
                 "The optimizer holds none of the parameters that grow: it belongs to another model, or to this one "
                 "before it grew. Make a new one."
             )
-    states = [_carried(replacement, plain.state.get(replacement.old)) for replacement in replacements]
+    states = [
+        _carried(replacement, plain.state.get(replacement.old), options.get(replacement.old, {}))
+        for replacement in replacements
+    ]
     for replacement in replacements:
         if replacement.old.grad is not None:
             replacement.new.grad = _entries(replacement, replacement.old.grad)
-    outside = sum(each.old.requires_grad and each.old not in present for each in replacements)
+    outside = sum(each.old.requires_grad and each.old not in options for each in replacements)
     summary = _summary(plain, replacements) + (f"; {outside} that learn are not in the optimizer" if outside else "")
     return CarriedState(plain, replacements, states, summary)
 
@@ -134,28 +140,29 @@ def _line(name: str, parameter: Tensor, value: Tensor) -> int | None:
     return None
 
 
-def _carried(replacement: Replacement, state: State | None) -> State | None:
+def _carried(replacement: Replacement, state: State | None, options: Mapping[str, Any]) -> State | None:
     """The state of the new parameter; none where no old entry lives on, so that the optimizer starts afresh."""
-    if state is None or not replacement.living:
+    # SGD starts with a momentum of zero, but its fused kernel wants all parameters to have one, or none.
+    if state is None or not (replacement.living or state.keys() == {"momentum_buffer"}):
         return None
-    return dict(_carried_values(replacement, state))
+    return dict(_carried_values(replacement, state, options))
 
 
-def _carried_values(replacement: Replacement, state: State) -> Iterator[tuple[str, Any]]:
+def _carried_values(replacement: Replacement, state: State, options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in state.items():
         line = _line(name, replacement.old, value) if isinstance(value, Tensor) else None
         if line is not None:
             yield name, _lines(replacement, value, line)
         elif isinstance(value, Tensor) and value.shape == replacement.old.shape:
-            yield name, _entries(replacement, value)
+            yield name, _entries(replacement, value, float(options.get(STARTS.get(name, ""), 0.0)))
         else:
             yield name, value
 
 
-def _entries(replacement: Replacement, values: Tensor) -> Tensor:
-    """Values of the old entries at their new places, zero elsewhere."""
+def _entries(replacement: Replacement, values: Tensor, start: float = 0.0) -> Tensor:
+    """Values of the old entries at their new places, `start` elsewhere."""
     # Fused kernels go through parameter and state by memory, so both must lie alike: contiguous.
-    found = values.new_zeros(replacement.new.shape)
+    found = values.new_full(replacement.new.shape, start)
     origins = [origin.to(values.device) for origin in replacement.origins]
     places = [torch.nonzero(origin >= 0)[:, 0] for origin in origins]
     olds = [origin[place] for origin, place in zip(origins, places, strict=True)]

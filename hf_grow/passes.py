@@ -211,12 +211,12 @@ def growable_sites(model: Any) -> list[AttentionSite]:
     return sites
 
 
-def read_batches(batches: Iterable[Batch], most: int | None = None) -> list[Batch]:
+def read_batches(batches: Iterable[Batch], most: int | None = None, least: int = 1) -> list[Batch]:
     """All batches in a list, checked to be batches."""
     if isinstance(batches, (Mapping, str)) or not isinstance(batches, Iterable):
         raise HfGrowError(f"batches must be an iterable of dicts for model(**batch), not {type(batches).__name__}.")
     found = list(islice(batches, most))
-    if not found:
+    if len(found) < least:
         raise HfGrowError("There was no batch: the iterable is empty, or was used up before.")
     for batch in found:
         if not isinstance(batch, Mapping) or not any(isinstance(value, Tensor) for value in batch.values()):

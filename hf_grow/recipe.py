@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils.constants import CONFIG_NAME as LORA_CONFIG_FILE
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from transformers.pytorch_utils import Conv1D
 
@@ -18,7 +19,7 @@ from hf_grow.config import CollectConfig, GrowthConfig, one_of, require, whole
 from hf_grow.errors import HfGrowError
 from hf_grow.feed import random_numbers
 from hf_grow.folders import check_out_folder, clear_errors, replacing
-from hf_grow.growth_file import load_growth, save_growth
+from hf_grow.growth_file import WEIGHTS_FILE, load_growth, save_growth
 from hf_grow.insert import check_growth, grow
 from hf_grow.modeling.growable_attention import attention_sites, weight_rows
 from hf_grow.modeling.growable_model import GrowableModel
@@ -161,6 +162,8 @@ def save_adapted(
     """
     folder = check_adapted_folder(path, overwrite)
     grown, wrapped = has_grown(without_adapters(model)), isinstance(model, PeftModel)
+    if not wrapped and has_adapters(model):
+        raise HfGrowError("The adapters of this model are not in a PeftModel: put them in with get_peft_model.")
     if not grown and not wrapped:
         raise HfGrowError("Nothing was added to this model, so there is nothing to save: adapt it first.")
     with replacing(folder) as aside:
@@ -176,7 +179,8 @@ def save_adapted(
 
 def check_adapted_folder(path: str | os.PathLike, overwrite: bool) -> Path:
     """The folder for `save_adapted` to write, as an absolute path."""
-    if overwrite and any(Path(path, part).is_dir() for part in (GROWTH_FOLDER, LORA_FOLDER)):
+    known = (Path(GROWTH_FOLDER, WEIGHTS_FILE), Path(LORA_FOLDER, LORA_CONFIG_FILE))
+    if overwrite and any(Path(path, file).is_file() for file in known):
         return Path(path).resolve()
     return check_out_folder(path, overwrite)
 
@@ -266,7 +270,9 @@ class _Costs:
         elif rank is not None:
             tried = [min(self.room, (left - rank * self.rank) // (self.column + rank * self.rank_per_column))]
         else:
-            share = max(1, int(config.share * left) // self.column)
+            # However large the share of growth, a rank of LoRA must fit beside it.
+            most = (left - self.rank) // (self.column + self.rank_per_column)
+            share = max(1, min(int(config.share * left) // self.column, most))
             tried = [min(self.room, share), min(self.room, share + 1)]
         found = [(count, self._rank_within(left, count) if rank is None else rank) for count in tried]
         least = int(config.grows), int(config.has_lora)

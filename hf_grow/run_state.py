@@ -113,7 +113,8 @@ def _learning(model: nn.Module) -> dict[str, torch.Tensor]:
 def load_run(place: Path, model: Any, expected: RunState, free: tuple[str, ...]) -> tuple[RunState, dict[str, Any]]:
     """What a checkpoint holds, checked against the run that is about to take it up; the model gets its weights.
 
-    `expected` has the settings and the base of that run; settings in `free` may differ. The model changes last.
+    `expected` has the settings and the base of that run, of which `free` ones of training may differ. The model changes
+    last.
     """
     state, training = _read(place)
     if state.base != expected.base:
@@ -147,7 +148,7 @@ def _check_settings(place: Path, found: dict[str, Any], wanted: dict[str, Any], 
         if not isinstance(plain[part], dict) or not isinstance(found.get(part), dict):
             different = [part] if found.get(part) != plain[part] else []
         else:
-            names = (plain[part].keys() | found[part].keys()) - set(free)
+            names = (plain[part].keys() | found[part].keys()) - set(free if part == "train" else ())
             different = sorted(name for name in names if plain[part].get(name) != found[part].get(name))
         if different:
             raise HfGrowError(

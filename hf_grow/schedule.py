@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import Any
 
-from hf_grow.collect import collect_statistics, split_batches
+from hf_grow.collect import collect_statistics
 from hf_grow.collector import place_of
 from hf_grow.config import KINDS, CollectConfig, GrowthConfig, require, whole
 from hf_grow.errors import HfGrowError, NothingToGain
-from hf_grow.insert import agreed_plan, collect_config, grow, insert_growth
+from hf_grow.insert import agreed_plan, batches_to_search, collect_config, grow, insert_growth
 from hf_grow.passes import Batch, growable_sites, read_batches
 from hf_grow.plan import check_amounts
 from hf_grow.report import GrowthReport
@@ -190,8 +190,8 @@ def _grow_by_budget(
     if reason is not None:
         state.full = True
         return None, reason
-    choosing, judging = split_batches(found, collect)
-    return insert_growth(model, plan, judging or choosing, **options), None
+    searched = batches_to_search(model, found, collect, options["accelerator"])
+    return insert_growth(model, plan, searched, **options), None
 
 
 def _excess_of_amounts(model: Any, growth: GrowthConfig, schedule: GrowthSchedule) -> str | None:

@@ -233,8 +233,8 @@ def commit(
     replaced = [replacement for _, found in ready for replacement in found.values()]
     carried = None if optimizer is None else carry_state(optimizer, replaced)
     versions = {name: version(name) for name in ("hf-grow", "torch", "transformers")}
-    if model.growth_history.get("base_hash") is None and event is not None:
-        model.growth_history["base_hash"] = base_hash(model)
+    first = event is not None and model.growth_history.get("base_hash") is None
+    base = base_hash(model) if first else None
     for projection, found in ready:
         install(projection, {name: replacement.new for name, replacement in found.items()})
     for change, dims in zip(changes, sizes, strict=True):
@@ -242,6 +242,8 @@ def commit(
     if carried is not None:
         carried.apply()
     model.config.record(attention_sites(model))
+    if first:
+        model.growth_history["base_hash"] = base
     if event is not None:
         model.growth_history["events"].append({**event, "versions": versions})
     return carried

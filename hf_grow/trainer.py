@@ -175,6 +175,8 @@ class GrowthTrainer:
         """Everything in place for the next step: weights, optimizer, growth before the first step, wrappers."""
         # Another trainer may have changed Accelerate's precision since.
         check_accelerator(self.accelerator, self.config)
+        # Shared by all of a process; another loop that stopped between two steps would have every step passed over.
+        self.accelerator.gradient_state._set_sync_gradients(True)
         config, training = self.config, self._take_up(resume)
         self.model.train()
         self.model.zero_grad()

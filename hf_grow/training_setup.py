@@ -134,6 +134,12 @@ def check_model(model: Any, config: TrainConfig, shard: Any) -> None:
         raise HfGrowError("Make the model growable before PEFT wraps it.")
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise HfGrowError("Prompts of PEFT are not trained here: use LoRA, or transformers' Trainer.")
+    magnitudes = [vector for name, vector in model.named_parameters() if "lora_magnitude_vector" in name]
+    if any(bool((vector == 0).any()) for vector in magnitudes):
+        raise HfGrowError(
+            "DoRA divides by the norms of weights, and some of the grown ones are zero: use LoRA, or grow by a step "
+            "and without new heads."
+        )
     if shard is not None and config.optimizer == "adafactor":
         raise HfGrowError("torch's Adafactor cannot step on sharded parameters: use adamw or sgd.")
     learning = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}

@@ -8,6 +8,7 @@ from models import assert_same, batch, causal_model, grow_everything, relative_d
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraGAConfig, preprocess_loraga
 from test_growth_file import fill_zeros
+from training import make_trainer
 
 import hf_grow
 from hf_grow import GrowthConfig, HfGrowError, NewWeights, load_grown, make_growable, save_grown, save_growth
@@ -217,3 +218,11 @@ def test_a_model_with_live_adapters_is_not_saved_as_a_whole(tmp_path):
         with pytest.raises(HfGrowError, match=r"has adapters, which would be lost: merge and unload"):
             save_grown(given, tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+def test_dora_on_weights_of_norm_zero_is_refused():
+    model = make_growable(causal_model("llama"))
+    hf_grow.widen_query_key(model, 0, 2)
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "k_proj"], use_dora=True))
+    with pytest.raises(HfGrowError, match="DoRA divides by the norms"):
+        make_trainer(wrapped)

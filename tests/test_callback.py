@@ -513,3 +513,53 @@ def test_batches_without_a_loss_are_refused_before_any_step(tmp_path):
     with pytest.raises(HfGrowError, match="returned no loss"):
         own.train()
     assert own.state.global_step == 0
+
+
+class Interrupt(TrainerCallback):
+    """As if the user had, in the middle of a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """In the step after this many."""
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def test_an_evaluation_after_an_interrupt_changes_nothing(tmp_path):
+    grower = callback(GrowthSchedule(plateau=1, min_improvement=9.0, sequences=8))
+    run = trainer(tmp_path, grower, eval_strategy="steps", eval_steps=2)
+    run.add_callback(Interrupt(3))
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    before = widths(run.model)
+    run.evaluate()
+    assert widths(run.model) == before and grower.progress.evaluated == 2
+
+
+def test_sequences_without_labels_do_not_stop_growth(tmp_path):
+    silent = [
+        {**row, "labels": torch.full_like(row["labels"], -100) if number % 4 == 0 else row["labels"]}
+        for number, row in enumerate(rows(40))
+    ]
+    changes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    grower = callback(GrowthSchedule(at=(3,), sequences=16))
+    run = Trainer(causal_model("gpt2"), arguments(tmp_path, **changes), train_dataset=silent, callbacks=[grower])
+    run.train()
+    assert widths(run.model) == [10, 10]
+
+
+def test_a_resumed_run_remembers_growth_that_changed_no_size(tmp_path):
+    def make():
+        grower = callback(GrowthSchedule(at=(1, 3), sequences=8), growth=GrowthConfig(strategy="step"))
+        return trainer(tmp_path, grower, save_strategy="steps", save_steps=2)
+
+    whole = make()
+    whole.train()
+    shutil.rmtree(tmp_path / "run" / "checkpoint-6")
+    again = make()
+    again.train(resume_from_checkpoint=True)
+    assert_same_weights(again.model, whole.model)
+    forms = [[event["form"] for event in run.model.growth_history["events"]] for run in (whole, again)]
+    assert forms[0] == forms[1] and len(forms[0]) == 2

@@ -289,3 +289,15 @@ def test_optimizer_state_and_new_weights_go_together():
     assert base_hash(model) == mark and new_weights.count == sum(int(mask.sum()) for mask in masks.values())
     changed = {name for name, value in weights_of(model).items() if not torch.equal(value, start[name])}
     assert changed == {name for name, mask in masks.items() if mask.any()}
+
+
+def test_gradients_from_before_do_not_move_the_base():
+    model = model_of("gpt2")
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train(model, optimizer, steps=2)
+    loss_of(model, labelled(model)).backward()
+    widen_query_key(model, 0, 2, optimizer=optimizer)
+    NewWeights(model).attach(optimizer)
+    before = base_hash(model)
+    optimizer.step()
+    assert base_hash(model) == before

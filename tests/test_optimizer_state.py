@@ -641,3 +641,39 @@ def test_the_benchmark_prints_its_tables(tmp_path):
     assert len(rows) == 3 * 2 * 2
     assert {row["table"] for row in rows} == {"carry", "variance", "multiplier"}
     assert all(0 < row["training"] < 20 for row in rows)
+
+
+def test_fused_momentum_goes_on_after_all_weights_were_made_anew():
+    model = growable("bert", BertForMaskedLM, {})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
+    loss_of(model, labelled(model)).backward()
+    optimizer.step()
+    config = GrowthConfig(columns=2, strategy="refactor")
+    grow(model, [labelled(model)], config, collect=CollectConfig(products=2), optimizer=optimizer)
+    loss_of(model, labelled(model)).backward()
+    optimizer.step()
+    buffers = [state["momentum_buffer"] for state in optimizer.state.values()]
+    assert all(bool(torch.isfinite(buffer).all()) for buffer in buffers)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "start"),
+    [
+        (lambda parameters: torch.optim.Adagrad(parameters, lr=1e-3, initial_accumulator_value=0.1), "sum", 0.1),
+        (lambda parameters: torch.optim.Rprop(parameters, lr=1e-3), "step_size", 1e-3),
+    ],
+    ids=["adagrad", "rprop"],
+)
+def test_new_entries_start_where_the_optimizer_starts(make, name, start):
+    model = growable("llama", None, {})
+    optimizer = make(model.parameters())
+    loss_of(model, labelled(model)).backward()
+    optimizer.step()
+    site = attention_sites(model)[0]
+    old = optimizer.state[site.attention.q_proj.weight][name].clone()
+    widen_query_key(model, 0, 2, optimizer=optimizer)
+    state = optimizer.state[site.attention.q_proj.weight][name]
+    heads, width = site.attention.n_heads, site.attention.query_key_dim
+    found = state.view(heads, width, -1)
+    assert torch.equal(found[:, :-2].flatten(0, 1), old)
+    assert torch.equal(found[:, -2:], torch.full_like(found[:, -2:], start))

@@ -1,17 +1,19 @@
 """Adapting frozen models: what learns is within the budget, the base stays as it is, and what was added travels."""
 
 import copy
+import re
 
 import pytest
 import torch
 from models import VOCABULARY, causal_model, relative_difference, small_model
+from peft import LoraConfig
 from transformers import BertForSequenceClassification
 
 import hf_grow
 from hf_grow import AdaptConfig, CollectConfig, GrowthTrainer, HfGrowError, NewWeights, TrainConfig, adapt
 from hf_grow.base import base_hash, without_adapters
 from hf_grow.modeling.growable_attention import attention_sites
-from hf_grow.recipe import METHODS, adapt_or_resume, load_adapted, save_adapted, trainable_parameters
+from hf_grow.recipe import METHODS, adapt_or_resume, choose_amounts, load_adapted, save_adapted, trainable_parameters
 
 every_method = pytest.mark.parametrize("method", METHODS)
 every_type = pytest.mark.parametrize("model_type", ["gpt2", "llama", "bert"])
@@ -274,3 +276,36 @@ def test_models_that_are_adapted_or_grown_already_are_refused():
         adapt(grown, batches("llama"), AdaptConfig())
     with pytest.raises(HfGrowError, match="does not have; it has model, lm_head"):
         adapt(make("llama"), batches("llama"), AdaptConfig(method="lora", also_train="classifier"))
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.8, 0.95])
+@every_type
+def test_a_budget_is_refused_only_below_the_least_that_is_named(model_type, share):
+    model = hf_grow.make_growable(make(model_type))
+    with pytest.raises(HfGrowError, match="the least that can learn is") as refused:
+        choose_amounts(model, AdaptConfig(share=share, budget=10))
+    least = int(re.search(r"the least that can learn is ([\d,]+)", str(refused.value))[1].replace(",", ""))
+    for budget in range(least, 3 * least, 97):
+        columns, rank = choose_amounts(model, AdaptConfig(share=share, budget=budget))
+        assert columns >= 1 and rank >= 1
+    with pytest.raises(HfGrowError, match="too small"):
+        choose_amounts(model, AdaptConfig(share=share, budget=least - 1))
+
+
+def test_only_what_was_saved_like_this_is_overwritten(tmp_path):
+    model, _ = adapt(make("gpt2"), batches("gpt2"), AdaptConfig(method="lora", budget=BUDGET))
+    (tmp_path / "project" / "lora").mkdir(parents=True)
+    (tmp_path / "project" / "thesis.txt").write_text("years", encoding="utf-8")
+    with pytest.raises(HfGrowError, match="holds no model, so it is not overwritten"):
+        save_adapted(model, tmp_path / "project", overwrite=True)
+    assert (tmp_path / "project" / "thesis.txt").exists()
+    save_adapted(model, tmp_path / "saved")
+    save_adapted(model, tmp_path / "saved", overwrite=True)
+
+
+def test_adapters_that_would_be_left_out_are_refused(tmp_path):
+    model, _ = hf_grow.grow(make("llama"), batches("llama"), hf_grow.GrowthConfig(columns=1))
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(HfGrowError, match="not in a PeftModel"):
+        save_adapted(model, tmp_path / "adapted")
+    assert not (tmp_path / "adapted").exists()

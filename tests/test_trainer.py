@@ -415,3 +415,13 @@ def test_a_model_that_was_grown_before_goes_on_growing():
     widen_query_key(model, 0, 3)
     make_trainer(model, at=(1,), steps=2).train()
     assert widths(model) == [13, 10]
+
+
+def test_another_loop_that_stopped_between_steps_does_not_stop_this_one():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    with accelerator.accumulate(torch.nn.Linear(1, 1)):
+        assert not accelerator.sync_gradients
+    model = causal_model("gpt2")
+    before = weights(model)
+    make_trainer(model, steps=2).train()
+    assert not torch.equal(before["transformer.wpe.weight"], model.state_dict()["transformer.wpe.weight"])

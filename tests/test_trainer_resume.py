@@ -301,3 +301,13 @@ def test_there_is_nothing_to_resume_without_a_folder():
     trainer = make_trainer(causal_model("gpt2"))
     with pytest.raises(HfGrowError, match="give the trainer the folder"):
         trainer.train(resume=True)
+
+
+def test_growth_of_other_settings_is_not_taken_up(tmp_path):
+    """Also where a setting of growth has the name of one of training that may differ."""
+    make_trainer(causal_model("gpt2"), at=(2,), folder=tmp_path).train()
+    other = make_trainer(
+        causal_model("gpt2"), at=(2,), growth=GrowthConfig(columns=2, steps="per_layer"), folder=tmp_path
+    )
+    with pytest.raises(HfGrowError, match=r"other settings \(growth: steps\)"):
+        other.train(resume=True)
