@@ -1,9 +1,10 @@
-"""Adapting a frozen pretrained model by few new weights: grown query/key columns, LoRA, or both."""
+"""Adapting a frozen pretrained model by few new weights: grown columns, LoRA, or both."""
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import count
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ from hf_grow.patch import make_growable
 from hf_grow.report import GrowthReport
 
 METHODS = ("grow", "lora", "grow+lora")
+# What grows by columns, and the roles whose weights become wider.
+WIDENED = {"columns": ("query", "key"), "value_columns": ("value", "output")}
+COLUMN_KINDS, ROLES = tuple(WIDENED), ("query", "key", "value", "output")
 # What transformers calls the heads that finetuning makes anew: PEFT lets them learn beside LoRA too.
 HEADS = ("classifier", "score", "qa_outputs")
 GROWTH_FOLDER, LORA_FOLDER, CONFIG_FILE = "growth", "lora", "adapt.json"
@@ -38,11 +42,16 @@ GROWTH_FOLDER, LORA_FOLDER, CONFIG_FILE = "growth", "lora", "adapt.json"
 class AdaptConfig:
     """How to adapt a model whose weights stay as they are.
 
-    method        new query/key columns ("grow"), LoRA on the query and key projections ("lora"), or both
+    method        new columns ("grow"), LoRA ("lora"), or both
     budget        parameters that learn, as a number or "1%" of the model's; never more, and as near as can be
     share         of the budget for growth in "grow+lora"
-    columns, rank instead of what the budget allows: new columns per head, LoRA's rank
-    step_size     of growth; None: line search; 0: new keys are zero and no output changes until training
+    kinds         what the budget for growth buys, in turn: query/key columns, value columns or both
+    lora_on       the roles whose projections get LoRA: query, key, value, output
+    columns, value_columns, rank
+                  instead of what the budget allows: new columns per head (of one kind alone, if only that is given),
+                  LoRA's rank
+    step_size     of growth; 0: new keys and outputs are zero and nothing changes until training, which did best in the
+                  benchmark of adapters; None: line search
     lora_alpha    None: twice the rank, so that what LoRA adds is not scaled by what the budget allows
     lora_dropout  none, as new columns have none either
     also_train    names of modules that learn whole; None: the head of a classifier, as it may be new
@@ -52,9 +61,12 @@ class AdaptConfig:
     method: str = "grow+lora"
     budget: int | str = "1%"
     share: float = 0.5
+    kinds: tuple[str, ...] = COLUMN_KINDS
+    lora_on: tuple[str, ...] = ("query", "key")
     columns: int | None = None
+    value_columns: int | None = None
     rank: int | None = None
-    step_size: float | None = None
+    step_size: float | None = 0.0
     lora_alpha: float | None = None
     lora_dropout: float = 0.0
     also_train: tuple[str, ...] | None = None
@@ -63,7 +75,15 @@ class AdaptConfig:
     def __post_init__(self) -> None:
         one_of("method", self.method, METHODS)
         GrowthConfig(budget=self.budget, step_size=self.step_size)
-        for name, used in (("columns", self.grows), ("rank", self.has_lora)):
+        for name, known in (("kinds", COLUMN_KINDS), ("lora_on", ROLES)):
+            value = getattr(self, name)
+            given = (value,) if isinstance(value, str) else tuple(value)
+            if not given:
+                raise HfGrowError(f"{name} must name at least one of {', '.join(known)}.")
+            for one in given:
+                one_of(name, one, known)
+            object.__setattr__(self, name, tuple(one for one in known if one in given))
+        for name, used in (("columns", self.grows), ("value_columns", self.grows), ("rank", self.has_lora)):
             if getattr(self, name) is None:
                 continue
             whole(name, getattr(self, name), 1)
@@ -91,6 +111,12 @@ class AdaptConfig:
         return self.method != "grow"
 
     @property
+    def growth(self) -> dict[str, int] | None:
+        """The new columns that are given, by kind; None where the budget says how many."""
+        given = {kind: getattr(self, kind) for kind in COLUMN_KINDS if getattr(self, kind) is not None}
+        return given or (None if self.grows else {})
+
+    @property
     def train(self) -> str:
         """What `TrainConfig(train=…)` must be: PEFT alone freezes the base itself."""
         return "new" if self.grows else "all"
@@ -102,9 +128,11 @@ def adapt(
     """Give a pretrained model few new weights to learn with and freeze the others; returns it and how it grew.
 
     It grows on the batches first, in place, then PEFT wraps it. GPT-2 keeps query, key and value in one projection
-    (c_attn), so there LoRA changes values too. Train with `GrowthTrainer` and `TrainConfig(train=config.train)`, or
-    with any loop and `NewWeights(model).attach(optimizer)`: the widened projections hold old entries too, which only
-    these keep as they are. With an `accelerator` every process brings its own batches.
+    (c_attn), so there LoRA on one of them changes all.
+
+    Train with `GrowthTrainer` and `TrainConfig(train=config.train)`, or with any loop and
+    `NewWeights(model).attach(optimizer)`: the widened projections hold old entries too, which only these keep as they
+    are. With an `accelerator` every process brings its own batches.
     """
     require(config, AdaptConfig)
     _check_start(model, config)
@@ -112,10 +140,10 @@ def adapt(
         make_growable(model)
     if accelerator is not None:
         model.to(accelerator.device)
-    columns, rank = choose_amounts(model, config)
+    amounts, rank = choose_amounts(model, config)
     report = None
     if config.grows:
-        growth = GrowthConfig(columns=columns, step_size=config.step_size, align=1)
+        growth = GrowthConfig(**amounts, step_size=config.step_size, align=1)  # type: ignore[arg-type]
         options = {"accelerator": accelerator, "progress": progress}
         report = grow(model, batches, growth, collect=config.collect, **options)[1]
     heads = _heads(model, config)
@@ -124,19 +152,16 @@ def adapt(
     return _frozen(model), report
 
 
-def choose_amounts(model: Any, config: AdaptConfig) -> tuple[int, int]:
-    """The new columns per head and LoRA's rank for a growable model; an error where the budget allows none."""
+def choose_amounts(model: Any, config: AdaptConfig) -> tuple[dict[str, int], int]:
+    """The new columns per head, by kind, and LoRA's rank for a growable model; refused where the budget allows none."""
     _check_start(model, config)
-    costs = _Costs.of(model, config)
-    given = (config.columns if config.grows else 0), (config.rank if config.has_lora else 0)
-    if given[0] is not None and given[1] is not None:
-        chosen = given[0], given[1]
-    else:
+    amounts, rank = config.growth, config.rank if config.has_lora else 0
+    if amounts is None or rank is None:
         budget = GrowthConfig(budget=config.budget).budget_for(model.num_parameters())
-        chosen = costs.spend(budget, config, *given)
+        amounts, rank = _Costs.of(model, config).spend(budget, config, amounts, rank)
     if config.grows:
-        check_growth(model, GrowthConfig(columns=chosen[0], align=1))
-    return chosen
+        check_growth(model, GrowthConfig(**amounts, align=1))  # type: ignore[arg-type]
+    return amounts, rank
 
 
 def trainable_parameters(model: Any) -> int:
@@ -230,12 +255,18 @@ def adapt_or_resume(
 
 @dataclass(frozen=True)
 class _Costs:
-    """Parameters of one new column per head in every layer, of one rank of LoRA, of one more rank per new column, and
-    of the modules that learn whole; and for how many columns there is room."""
+    """Parameters of what learns, over all layers.
 
-    column: int
+    column           of a new column in every head, by kind
+    rank             of a rank of LoRA
+    rank_per_column  of a rank of LoRA on a new column in every head, by kind
+    heads            of the modules that learn whole
+    room             how many query/key columns there is room for
+    """
+
+    column: dict[str, int]
     rank: int
-    rank_per_column: int
+    rank_per_column: dict[str, int]
     heads: int
     room: int
 
@@ -245,48 +276,60 @@ class _Costs:
         places = [place_of(site) for site in sites]
         inputs = [min(place.inputs["query"], place.inputs["key"]) for place in places]
         taken = [0 if place.rotary_dim else place.query_key_dim for place in places]
-        targets = [(site.attention.dims, *target) for site in sites for target in _targets(site)]
+        targets = [(site.attention.dims, *target) for site in sites for target in _targets(site, config.lora_on)]
         return cls(
-            column=sum(place.cost("columns", place.query_key_dim, place.value_dim) for place in places),
+            column={
+                kind: sum(place.cost(kind, place.query_key_dim, place.value_dim) for place in places)
+                for kind in COLUMN_KINDS
+            },
             rank=sum(sum(weight_rows(projection).shape) for _, _, projection, _ in targets),
-            rank_per_column=sum(
-                dims.heads(role) for dims, _, _, roles in targets for role in roles if role in ("query", "key")
-            ),
+            rank_per_column={
+                kind: sum(dims.heads(role) for dims, _, _, held in targets for role in held if role in roles)
+                for kind, roles in WIDENED.items()
+            },
             heads=sum(
                 parameter.numel() for name in _heads(model, config) for parameter in _module(model, name).parameters()
             ),
             room=min(have - used for have, used in zip(inputs, taken, strict=True)),
         )
 
-    def total(self, columns: int, rank: int) -> int:
+    def total(self, amounts: Mapping[str, int], rank: int) -> int:
         """What learns with these amounts."""
-        return self.heads + columns * self.column + rank * (self.rank + columns * self.rank_per_column)
+        growth = sum(new * (self.column[kind] + rank * self.rank_per_column[kind]) for kind, new in amounts.items())
+        return self.heads + growth + rank * self.rank
 
-    def spend(self, budget: int, config: AdaptConfig, columns: int | None, rank: int | None) -> tuple[int, int]:
+    def spend(
+        self, budget: int, config: AdaptConfig, amounts: dict[str, int] | None, rank: int | None
+    ) -> tuple[dict[str, int], int]:
         """The amounts that are not given, so that all of what learns comes as near to the budget as can be."""
-        left = budget - self.heads
-        if columns is not None:
-            tried = [columns]
-        elif rank is not None:
-            tried = [min(self.room, (left - rank * self.rank) // (self.column + rank * self.rank_per_column))]
-        else:
-            # However large the share of growth, a rank of LoRA must fit beside it.
-            most = (left - self.rank) // (self.column + self.rank_per_column)
-            share = max(1, min(int(config.share * left) // self.column, most))
-            tried = [min(self.room, share), min(self.room, share + 1)]
-        found = [(count, self._rank_within(left, count) if rank is None else rank) for count in tried]
-        least = int(config.grows), int(config.has_lora)
-        fitting = [amounts for amounts in found if amounts[0] >= least[0] and amounts[1] >= least[1]]
-        if not fitting:
-            needed = self.total(columns or least[0], rank or least[1])
+        least = {config.kinds[-1]: 1} if amounts is None else amounts, int(config.has_lora) if rank is None else rank
+        if self.total(*least) > budget:
             raise HfGrowError(
                 f"A budget of {budget:,} parameters is too small for {config.method}: the least that can learn is "
-                f"{needed:,} ({self.column:,} for a column in every layer, {self.rank:,} for a rank of LoRA)."
+                f"{self.total(*least):,} of them."
             )
-        return max(fitting, key=lambda amounts: self.total(*amounts))
+        if amounts is not None:
+            return amounts, self._rank_within(budget, amounts)
+        fitting = list(self._fitting(budget, config.kinds, least[1])) or [least[0]]
+        if rank is not None:
+            return fitting[-1], rank
+        # As many columns as their share pays for, or one more, and LoRA for the rest.
+        paid = config.share * (budget - self.heads)
+        share = sum(self.total(amounts, 0) - self.heads <= paid for amounts in fitting)
+        tried = [(amounts, self._rank_within(budget, amounts)) for amounts in fitting[max(share - 1, 0) : share + 1]]
+        return max(tried, key=lambda found: self.total(*found))
 
-    def _rank_within(self, left: int, columns: int) -> int:
-        return (left - columns * self.column) // (self.rank + columns * self.rank_per_column)
+    def _fitting(self, budget: int, kinds: tuple[str, ...], rank: int) -> Iterator[dict[str, int]]:
+        """One column, two and so on, of the kinds in turn, as long as there is room and budget beside a rank."""
+        for number in count(1):
+            # The last kind first: of both, values.
+            shares = {kind: (number + place) // len(kinds) for place, kind in enumerate(kinds)}
+            if self.total(shares, rank) > budget or shares.get("columns", 0) > self.room:
+                return
+            yield {kind: share for kind, share in shares.items() if share}
+
+    def _rank_within(self, budget: int, amounts: Mapping[str, int]) -> int:
+        return (budget - self.total(amounts, 0)) // (self.total(amounts, 1) - self.total(amounts, 0))
 
 
 def _check_start(model: Any, config: AdaptConfig) -> None:
@@ -299,11 +342,12 @@ def _check_start(model: Any, config: AdaptConfig) -> None:
         )
 
 
-def _targets(site: Any) -> Iterable[tuple[str, Any, tuple[str, ...]]]:
-    """The names, modules and roles of the projections that make queries or keys."""
-    for path, roles in site.layout.inputs.items():
-        if {"query", "key"} & set(roles):
-            yield f"{site.name}.{path}", site.projection(path), roles
+def _targets(site: Any, wanted: Collection[str]) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+    """The names, modules and roles of the projections that hold a wanted role."""
+    for path, roles in (*site.layout.inputs.items(), (site.layout.output, ("output",))):
+        if set(wanted) & set(roles):
+            root = site.name.rpartition(".")[0] if path.startswith(".") else site.name
+            yield f"{root}.{path.removeprefix('.')}", site.projection(path), roles
 
 
 def _heads(model: Any, config: AdaptConfig) -> list[str]:
@@ -324,8 +368,8 @@ def _module(model: Any, name: str) -> Any:
 
 
 def _wrapped(model: Any, config: AdaptConfig, rank: int, heads: list[str]) -> PeftModel:
-    """The model with LoRA on its query and key projections, and a copy of every head that learns."""
-    targets = [target for site in attention_sites(model) for target in _targets(site)]
+    """The model with LoRA on its projections, and a copy of every head that learns."""
+    targets = [target for site in attention_sites(model) for target in _targets(site, config.lora_on)]
     lora = LoraConfig(
         r=rank or 1,
         lora_alpha=config.lora_alpha or 2 * (rank or 1),  # type: ignore[arg-type]

@@ -57,6 +57,15 @@ def train(model, model_type, config, steps=4):
         optimizer.zero_grad()
 
 
+def new_columns(model):
+    """How many query/key and value columns every head got."""
+    sites = [site.attention for site in attention_sites(without_adapters(model))]
+    found = {(each.query_key_dim, each.value_dim) for each in sites}
+    base = {(each.base_dims.qk_head_dim, each.base_dims.v_head_dim) for each in sites}
+    ((query_key, value),), ((old_query_key, old_value),) = found, base
+    return query_key - old_query_key, value - old_value
+
+
 def moved_entries(before, after):
     """How many numbers differ, counted parameter by parameter; what `before` lacks counts whole."""
     old = dict(before.named_parameters())
@@ -73,15 +82,32 @@ def test_what_learns_is_just_within_the_budget(model_type, method):
     config = AdaptConfig(method=method, budget=BUDGET)
     model, report = adapt(make(model_type), batches(model_type), config)
     assert trainable_parameters(model) <= BUDGET
-    sites = attention_sites(without_adapters(model))
-    columns = {site.attention.query_key_dim - site.attention.base_dims.qk_head_dim for site in sites}
-    assert columns == {0} if method == "lora" else min(columns) >= 1
+    amounts = new_columns(model)
+    assert amounts == (0, 0) if method == "lora" else 0 <= amounts[1] - amounts[0] <= 1
     assert (report is None) == (method == "lora")
-    # One more rank, or where there is none one more column, would be too much.
-    amounts = {"columns": max(columns) + (method == "grow")} if config.grows else {}
-    amounts |= {"rank": model.peft_config["default"].r + 1} if config.has_lora else {}
-    larger, _ = adapt(make(model_type), batches(model_type), AdaptConfig(method=method, step_size=0, **amounts))
+    # One more rank, or where there is none one more column of the kind whose turn it is, would be too much.
+    given = dict(zip(("columns", "value_columns"), amounts, strict=True)) if config.grows else {}
+    if method == "grow":
+        given["columns" if amounts[0] < amounts[1] else "value_columns"] += 1
+    given = {kind: count for kind, count in given.items() if count}
+    given |= {"rank": model.peft_config["default"].r + 1} if config.has_lora else {}
+    larger, _ = adapt(make(model_type), batches(model_type), AdaptConfig(method=method, **given))
     assert trainable_parameters(larger) > BUDGET
+
+
+@every_type
+def test_kinds_of_columns_and_projections_for_lora_can_be_chosen(model_type):
+    config = AdaptConfig(kinds="value_columns", lora_on=("output", "value"), budget=BUDGET)
+    model, _ = adapt(make(model_type), batches(model_type), config)
+    columns, value_columns = new_columns(model)
+    assert columns == 0 and value_columns >= 1 and trainable_parameters(model) <= BUDGET
+    adapted = {name.split(".")[-4] for name, _ in model.named_parameters() if "lora_A" in name}
+    expected = {"gpt2": {"c_attn", "c_proj"}, "llama": {"v_proj", "o_proj"}, "bert": {"value", "dense"}}
+    assert adapted == expected[model_type]
+    per_rank = {"gpt2": 4 * 32 + 2 * 32, "llama": 32 + 2 * 8 + 2 * 32, "bert": 4 * 32}[model_type]
+    on_columns = {"gpt2": 4 + 4, "llama": 2 + 4, "bert": 4 + 4}[model_type] * value_columns
+    lora = sum(parameter.numel() for name, parameter in model.named_parameters() if "lora_" in name)
+    assert lora == 2 * model.peft_config["default"].r * (per_rank + on_columns)
 
 
 @every_type
@@ -286,8 +312,8 @@ def test_a_budget_is_refused_only_below_the_least_that_is_named(model_type, shar
         choose_amounts(model, AdaptConfig(share=share, budget=10))
     least = int(re.search(r"the least that can learn is ([\d,]+)", str(refused.value))[1].replace(",", ""))
     for budget in range(least, 3 * least, 97):
-        columns, rank = choose_amounts(model, AdaptConfig(share=share, budget=budget))
-        assert columns >= 1 and rank >= 1
+        amounts, rank = choose_amounts(model, AdaptConfig(share=share, budget=budget))
+        assert sum(amounts.values()) >= 1 and rank >= 1
     with pytest.raises(HfGrowError, match="too small"):
         choose_amounts(model, AdaptConfig(share=share, budget=least - 1))
 

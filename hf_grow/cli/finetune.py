@@ -51,17 +51,24 @@ def finetune(
         str | None, typer.Option(help=f"New query/key columns per head, {EACH_LAYER}.", rich_help_panel=AMOUNT)
     ] = None,
     value_columns: Annotated[
-        str | None, typer.Option(help="New value columns per head, only with full.", rich_help_panel=AMOUNT)
+        str | None, typer.Option(help=f"New value columns per head, {EACH_LAYER}.", rich_help_panel=AMOUNT)
     ] = None,
     heads: Annotated[str | None, typer.Option(help="New heads, only with full.", rich_help_panel=AMOUNT)] = None,
     rank: Annotated[
         int | None, typer.Option(help="LoRA's rank, instead of what the budget allows.", rich_help_panel=AMOUNT)
     ] = None,
+    kinds: Annotated[
+        str, typer.Option(help="What the budget of a method buys, in turn.", rich_help_panel=AMOUNT)
+    ] = ",".join(AdaptConfig.kinds),
+    lora_on: Annotated[
+        str, typer.Option(help="Whose projections get LoRA: query,key,value,output.", rich_help_panel=AMOUNT)
+    ] = ",".join(AdaptConfig.lora_on),
     share: Annotated[
         float, typer.Option(help="Of the budget, for growth in grow+lora.", rich_help_panel=AMOUNT)
     ] = AdaptConfig.share,
     step_size: Annotated[
-        float | None, typer.Option(help="No line search: this step; 0 preserves.", rich_help_panel=AMOUNT)
+        float | None,
+        typer.Option(help="This step; 0 preserves; a line search, with a method 0.", rich_help_panel=AMOUNT),
     ] = None,
     also_train: Annotated[
         str | None,
@@ -164,15 +171,18 @@ def finetune(
         growth, when = growth_events(grown, events, step_size, growth_sequences)
     else:
         when_options = {"grow_at": grow_at, "grow_every": grow_every, "grow_on_plateau": grow_on_plateau}
-        refuse(method, {"value_columns": value_columns, "heads": heads, **when_options, **limits})
+        refuse(method, {"heads": heads, **when_options, **limits})
         recipe = AdaptConfig(
             method=method,
             budget=budget or AdaptConfig.budget,
             share=share,
+            kinds=_names(kinds),
+            lora_on=_names(lora_on),
             columns=None if columns is None else _whole("--columns", columns),
+            value_columns=None if value_columns is None else _whole("--value-columns", value_columns),
             rank=rank,
-            step_size=step_size,
-            also_train=None if also_train is None else tuple(name.strip() for name in also_train.split(",")),
+            step_size=AdaptConfig.step_size if step_size is None else step_size,
+            also_train=None if also_train is None else _names(also_train),
         )
     config = TrainConfig(
         steps=steps,
@@ -243,6 +253,10 @@ def refuse(method: str, given: dict[str, Any]) -> None:
     for name, value in given.items():
         if value is not None:
             raise HfGrowError(f"{_option(name)} has no meaning with --method {method}: leave it out.")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
 
 
 def _option(name: str) -> str:
