@@ -18,7 +18,7 @@ from hf_grow.base import has_adapters, without_adapters
 from hf_grow.errors import HfGrowError
 from hf_grow.families import FAMILIES, family_of
 from hf_grow.folders import check_out_folder, clear_errors, first_line, replacing
-from hf_grow.growth_file import is_growth_folder, read_growth
+from hf_grow.growth_file import GROWTH_FOLDER, LORA_FOLDER, is_growth_folder, read_growth
 from hf_grow.model_card import write_model_card
 from hf_grow.modeling.growable_model import GrowableModel, hub_arguments, read_history
 
@@ -76,13 +76,18 @@ def check_loading(path: str | os.PathLike, info: dict, n_layers: int) -> None:
 def inspect_checkpoint(path: str | os.PathLike) -> dict:
     """The growth summary of a saved folder, after checking that its weights are all there and of the right shape.
 
-    Of a folder written by `save_growth` it counts the new parameters only, and says so in `growth_only`.
+    Of a folder written by `save_growth` or `save_adapted` it counts the new columns and heads only, and says so in
+    `growth_only`.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise HfGrowError(f"{folder} is not a folder.")
     if is_growth_folder(folder):
         return read_growth(folder).summary()
+    if is_growth_folder(folder / GROWTH_FOLDER):
+        return read_growth(folder / GROWTH_FOLDER).summary() | {"lora": (folder / LORA_FOLDER).is_dir()}
+    if (folder / LORA_FOLDER).is_dir():
+        raise HfGrowError(f"{folder} holds LoRA alone, which is PEFT's: look at {folder / LORA_FOLDER}.")
     with clear_errors(path):
         growable_class: Any = _saved_class(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -104,7 +109,10 @@ def push_grown(
     commit_message: str = "Upload grown model",
     create_pr: bool = False,
 ) -> str:
-    """Upload a grown model, or a folder of `save_grown` or `save_growth`, in one commit; returns its address."""
+    """Upload a grown model, or a folder of `save_grown`, `save_growth` or `save_adapted`, in one commit.
+
+    Returns its address.
+    """
     if isinstance(model, (str, os.PathLike)):
         inspect_checkpoint(model)
         return _upload(Path(model), repo_id, private, token, revision, commit_message, create_pr)

@@ -38,7 +38,7 @@ def collect_statistics(
     sites = growable_sites(model)
     for site in sites:
         check_site(site)
-    choosing, judging = split_batches(batches, config)
+    choosing, judging = split_batches(batches, config, accelerator)
     began = time.perf_counter()
     passes = Passes(model, accelerator, progress)
     form = ExactCollector if config.collection == "exact" else SketchCollector
@@ -61,10 +61,13 @@ def collect_statistics(
     return replace(statistics, calibrations=calibrations, seconds=seconds)
 
 
-def split_batches(batches: Iterable[Batch], config: CollectConfig) -> tuple[list[Batch], list[Batch]]:
-    """The batches that choose and those that judge; a single sequence only chooses."""
+def split_batches(
+    batches: Iterable[Batch], config: CollectConfig, accelerator: Any = None
+) -> tuple[list[Batch], list[Batch]]:
+    """The batches that choose and those that judge; a process with a single sequence lets it choose."""
     found = read_batches(batches, config.max_batches)
-    choosing, judging = split_sequences(found, config.held_out)
+    places = (1, 0) if accelerator is None else (accelerator.num_processes, accelerator.process_index)
+    choosing, judging = split_sequences(found, config.held_out, *places)
     return (choosing, judging) if choosing else (found, [])
 
 

@@ -46,6 +46,8 @@ READERS = {".txt": TEXT, ".text": TEXT, ".md": TEXT, ".jsonl": JSON, ".json": JS
 READERS |= {".csv": ("csv", {}), ".tsv": ("csv", {"sep": "\t"})}
 SPLITS = {"train": "train", "test": "test", **dict.fromkeys(("validation", "valid", "val", "dev"), "validation")}
 LABEL_COLUMNS = ("label", "labels")
+# What datasets says of tables without rows.
+EMPTY = ("corresponds to no data", "BatchSize must be greater than 0")
 TOO_LITTLE_TEXT = "The data has too little text for one sequence of at least 2 tokens: give more."
 
 
@@ -205,6 +207,8 @@ def _one_sentence_errors(data: str) -> Iterator[None]:
         while root.__cause__ is not None:
             root = root.__cause__
         reason = " ".join(str(root).split())[:300].rstrip(".") or type(root).__name__
+        if any(sign in reason for sign in EMPTY):
+            raise HfGrowError(f"The data set {data!r} is empty: it has no row.") from error
         raise HfGrowError(
             f"The data {data!r} cannot be read ({reason}): check the file, or the name and the connection to the Hub."
         ) from error

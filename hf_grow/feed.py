@@ -4,6 +4,8 @@ So a run that is taken up again goes on with the same sequences, and two process
 batch would. Epochs follow one another without a gap, each in an order of its own.
 """
 
+import hashlib
+import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from hf_grow.errors import HfGrowError
+from hf_grow.folders import first_line
 from hf_grow.passes import Batch
 
 Collate = Callable[[list[Any]], Batch]
@@ -107,9 +110,17 @@ class Feed:
     def _collate_marked(self, mark: int) -> Collate:
         return lambda rows: self._collated(rows, mark, 0)
 
+    def mark(self) -> dict[str, Any]:
+        """What tells these rows from others: how many there are, if that is known, and the first and last one."""
+        ends = [self.rows[0], self.rows[len(self.rows) - 1]] if self.numbered else [next(iter(self.rows), None)]
+        digest = hashlib.blake2b(digest_size=16)
+        for row in ends:
+            digest.update(json.dumps(row, default=_plain, sort_keys=True).encode())
+        return {"rows": len(self.rows) if self.numbered else None, "ends": digest.hexdigest()}
+
     def _collated(self, rows: list[Any], *marks: int) -> Batch:
         with random_numbers(self.seed, *marks, self.process, 3):
-            return self.collate(rows)
+            return collated(rows, self.collate)
 
     def _rows_from(self, start: int) -> list[Any]:
         """The rows of a batch; places go on over the end of the data."""
@@ -162,4 +173,24 @@ def evaluation_batches(
 def in_batches(rows: Sequence[Any], collate: Collate, batch_size: int) -> list[Batch]:
     """All rows in order, the last batch perhaps smaller."""
     starts = range(0, len(rows), batch_size)
-    return [collate(list(rows[start : start + batch_size])) for start in starts]
+    return [collated(list(rows[start : start + batch_size]), collate) for start in starts]
+
+
+def collated(rows: list[Any], collate: Collate) -> Batch:
+    """A batch, or one sentence on why these rows do not make one."""
+    try:
+        batch = collate(rows)
+    except HfGrowError:
+        raise
+    except (RuntimeError, ValueError, TypeError, KeyError) as error:
+        raise HfGrowError(
+            f"The rows cannot be made into a batch ({first_line(error)}): give a collate function that pads them."
+        ) from error
+    if not isinstance(batch, Mapping) or not any(isinstance(value, torch.Tensor) for value in batch.values()):
+        raise HfGrowError("The rows hold nothing that makes a batch of tensors: tokenise them first.")
+    return batch
+
+
+def _plain(value: Any) -> Any:
+    """What JSON lacks: tensors and arrays as lists, anything else as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -157,8 +157,8 @@ def check_folders(
 
 
 def _check_run(folder: Path, out: Path, resume: bool, recipe: AdaptConfig | None) -> None:
-    if folder.resolve() == out.resolve():
-        raise HfGrowError("The model and the checkpoints must go to different folders.")
+    if out.resolve() in (folder.resolve(), *folder.resolve().parents):
+        raise HfGrowError("The model and the checkpoints must go to different folders, none inside the other.")
     if not folder.exists():
         return
     if not folder.is_dir():

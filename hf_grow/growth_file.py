@@ -31,6 +31,8 @@ from hf_grow.patch import make_growable
 from hf_grow.structure import Change, commit, find_site
 
 WEIGHTS_FILE = "growth.safetensors"
+# The parts of a folder that holds growth and LoRA.
+GROWTH_FOLDER, LORA_FOLDER = "growth", "lora"
 FORMAT = 1
 # A whole checkpoint's growth.json has no kind.
 KIND = "hf-grow growth file"
@@ -182,7 +184,8 @@ class GrowthFile:
         if model_type.startswith("growable_") and not isinstance(model, GrowableModel):
             raise HfGrowError(f"{type(model).__name__} comes from a checkpoint's own code: call make_growable first.")
         if model_type.removeprefix("growable_") != self.content["model_type"]:
-            raise HfGrowError(f"{self.name} is growth of a {self.content['model_type']} model, not of a {model_type}.")
+            other = model_type.removeprefix("growable_")
+            raise HfGrowError(f"{self.name} is growth of a {self.content['model_type']} model, not of a {other}.")
         if (dtype := _dtype(model)) != self.content["base_dtype"]:
             wanted = self.content["base_dtype"]
             raise HfGrowError(

@@ -65,7 +65,7 @@ def grow(
 
 def batches_to_search(model: Any, batches: list[Batch], collect: CollectConfig, accelerator: Any) -> list[Batch]:
     """Those that did not choose the new weights, where any process has some; else those that did."""
-    choosing, judging = split_batches(batches, collect)
+    choosing, judging = split_batches(batches, collect, accelerator)
     return judging if Passes(model, accelerator).count(judging) else choosing
 
 

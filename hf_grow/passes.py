@@ -226,17 +226,21 @@ def read_batches(batches: Iterable[Batch], most: int | None = None, least: int =
     return found
 
 
-def split_sequences(batches: Sequence[Batch], share: float) -> tuple[list[Batch], list[Batch]]:
+def split_sequences(
+    batches: Sequence[Batch], share: float, processes: int = 1, process: int = 0
+) -> tuple[list[Batch], list[Batch]]:
     """Batches of the sequences that choose and batches of those that judge, a `share` of all, evenly spread.
 
-    Which are which does not depend on how sequences are grouped into batches, and follows no period of the data.
+    Which are which does not depend on how sequences are grouped into batches, nor on the number of processes that took
+    them in turn, and follows no period of the data.
     """
     choosing: list[Batch] = []
     judging: list[Batch] = []
     start = 0
     for batch in batches:
         size = batch_size(batch)
-        judges = torch.tensor([(start + i + 1) * GOLDEN % 1 < share for i in range(size)])
+        places = ((start + number) * processes + process + 1 for number in range(size))
+        judges = torch.tensor([place * GOLDEN % 1 < share for place in places])
         start += size
         for rows, part in ((~judges, choosing), (judges, judging)):
             if bool(rows.all()):

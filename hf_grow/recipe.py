@@ -12,6 +12,7 @@ from typing import Any
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.constants import CONFIG_NAME as LORA_CONFIG_FILE
 from peft.utils.constants import DUMMY_TARGET_MODULES
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_grow.base import base_parameters, has_adapters, has_grown, new_entries, without_adapters
@@ -20,7 +21,7 @@ from hf_grow.config import CollectConfig, GrowthConfig, one_of, require, whole
 from hf_grow.errors import HfGrowError
 from hf_grow.feed import random_numbers
 from hf_grow.folders import check_out_folder, clear_errors, replacing
-from hf_grow.growth_file import WEIGHTS_FILE, load_growth, save_growth
+from hf_grow.growth_file import GROWTH_FOLDER, LORA_FOLDER, WEIGHTS_FILE, load_growth, save_growth
 from hf_grow.insert import check_growth, grow
 from hf_grow.modeling.growable_attention import attention_sites, weight_rows
 from hf_grow.modeling.growable_model import GrowableModel
@@ -35,7 +36,7 @@ WIDENED = {"columns": ("query", "key"), "value_columns": ("value", "output")}
 COLUMN_KINDS, ROLES = tuple(WIDENED), ("query", "key", "value", "output")
 # What transformers calls the heads that finetuning makes anew: PEFT lets them learn beside LoRA too.
 HEADS = ("classifier", "score", "qa_outputs")
-GROWTH_FOLDER, LORA_FOLDER, CONFIG_FILE = "growth", "lora", "adapt.json"
+CONFIG_FILE = "adapt.json"
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def adapt(
     heads = _heads(model, config)
     if config.has_lora or heads:
         model = _wrapped(model, config, rank, heads)
-    return _frozen(model), report
+    return _frozen(model, growth_learns=config.grows), report
 
 
 def choose_amounts(model: Any, config: AdaptConfig) -> tuple[dict[str, int], int]:
@@ -183,10 +184,12 @@ def save_adapted(
 ) -> Path:
     """Write only what was added to a frozen model: `growth/` as `save_growth` does, `lora/` as PEFT does.
 
-    The folder appears all at once. For one whole model instead: `save_grown(model.merge_and_unload(), path)`.
+    With a `config` of method="lora" all growth is the frozen model's own and not written. The folder appears all at
+    once. For one whole model instead: `save_grown(model.merge_and_unload(), path)`.
     """
     folder = check_adapted_folder(path, overwrite)
     grown, wrapped = has_grown(without_adapters(model)), isinstance(model, PeftModel)
+    grown &= config is None or config.grows
     if not wrapped and has_adapters(model):
         raise HfGrowError("The adapters of this model are not in a PeftModel: put them in with get_peft_model.")
     if not grown and not wrapped:
@@ -204,18 +207,20 @@ def save_adapted(
 
 def check_adapted_folder(path: str | os.PathLike, overwrite: bool) -> Path:
     """The folder for `save_adapted` to write, as an absolute path."""
-    known = (Path(GROWTH_FOLDER, WEIGHTS_FILE), Path(LORA_FOLDER, LORA_CONFIG_FILE))
-    if overwrite and any(Path(path, file).is_file() for file in known):
+    if overwrite and adapted_parts(path):
         return Path(path).resolve()
     return check_out_folder(path, overwrite)
 
 
 def load_adapted(base: Any, path: str | os.PathLike) -> Any:
     """Put what `save_adapted` wrote onto its base model, as `adapt` leaves it: ready for use or for more training."""
-    folder = Path(path)
-    parts = [part for part in (GROWTH_FOLDER, LORA_FOLDER) if (folder / part).is_dir()]
+    folder, parts = Path(path), adapted_parts(path)
     if not parts:
         raise HfGrowError(f"{folder} holds neither {GROWTH_FOLDER} nor {LORA_FOLDER}, which save_adapted would write.")
+    if not isinstance(base, PreTrainedModel):
+        raise HfGrowError(f"load_adapted takes a transformers model, not {type(base).__name__}.")
+    if LORA_FOLDER in parts and not any((folder / LORA_FOLDER).glob("adapter_model.*")):
+        raise HfGrowError(f"{folder / LORA_FOLDER} is incomplete: there is no adapter_model.safetensors.")
     model, training = base, base.training
     if GROWTH_FOLDER in parts:
         load_growth(model, folder / GROWTH_FOLDER)
@@ -224,7 +229,13 @@ def load_adapted(base: Any, path: str | os.PathLike) -> Any:
     if LORA_FOLDER in parts:
         with clear_errors(folder / LORA_FOLDER):
             model = PeftModel.from_pretrained(model, str(folder / LORA_FOLDER), is_trainable=True)
-    return _frozen(model).train(training)
+    return _frozen(model, growth_learns=GROWTH_FOLDER in parts).train(training)
+
+
+def adapted_parts(path: str | os.PathLike) -> list[str]:
+    """What of growth and LoRA there is in a folder of `save_adapted`; nothing in any other."""
+    files = {GROWTH_FOLDER: WEIGHTS_FILE, LORA_FOLDER: LORA_CONFIG_FILE}
+    return [part for part, file in files.items() if Path(path, part, file).is_file()]
 
 
 def adapt_or_resume(
@@ -337,8 +348,8 @@ def _check_start(model: Any, config: AdaptConfig) -> None:
         raise HfGrowError("The model has adapters already: merge them first with model.merge_and_unload().")
     if config.grows and isinstance(model, GrowableModel) and has_grown(model):
         raise HfGrowError(
-            "The model has grown already, and all of its growth would learn: start from its base, merge with "
-            "method='lora', or train all weights."
+            "The model has grown already, and all of its growth would learn: start from its base, use method='lora', "
+            "or train all weights."
         )
 
 
@@ -351,7 +362,7 @@ def _targets(site: Any, wanted: Collection[str]) -> Iterator[tuple[str, Any, tup
 
 
 def _heads(model: Any, config: AdaptConfig) -> list[str]:
-    """The names of the modules that learn whole."""
+    """The names of the modules that learn whole, which the model has."""
     if config.also_train is None:
         return [name for name, _ in model.named_children() if name in HEADS]
     for name in config.also_train:
@@ -360,11 +371,11 @@ def _heads(model: Any, config: AdaptConfig) -> list[str]:
 
 
 def _module(model: Any, name: str) -> Any:
-    try:
-        return model.get_submodule(name)
-    except AttributeError as error:
+    found = dict(model.named_modules()).get(name) if name else None
+    if found is None:
         known = ", ".join(child for child, _ in model.named_children())
-        raise HfGrowError(f"also_train names {name!r}, which the model does not have; it has {known}.") from error
+        raise HfGrowError(f"also_train names {name!r}, which the model does not have; it has {known}.")
+    return found
 
 
 def _wrapped(model: Any, config: AdaptConfig, rank: int, heads: list[str]) -> PeftModel:
@@ -382,11 +393,12 @@ def _wrapped(model: Any, config: AdaptConfig, rank: int, heads: list[str]) -> Pe
         return get_peft_model(model, lora).train(model.training)
 
 
-def _frozen(model: Any) -> Any:
-    """Only adapters and the projections that hold new entries learn."""
+def _frozen(model: Any, growth_learns: bool) -> Any:
+    """Only adapters learn, and the projections that hold new entries if these do."""
     for _, parameter in base_parameters(model):
         parameter.requires_grad_(False)
-    if has_grown(without_adapters(model)):
+        parameter.grad = None
+    if growth_learns:
         NewWeights(model).detach()
     return model
 

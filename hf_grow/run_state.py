@@ -21,7 +21,7 @@ from hf_grow.base import has_adapters
 from hf_grow.checkpoint import weight_files
 from hf_grow.errors import HfGrowError
 from hf_grow.folders import clear_errors, replacing
-from hf_grow.modeling.growable_model import GrowableModel, read_history, resize
+from hf_grow.modeling.growable_model import GROWTH_FILE, GrowableModel, read_history, resize
 
 STATE_FILE, OPTIMIZER_FILE, LEARNING_FILE = "trainer_state.json", "optimizer.pt", "learning.safetensors"
 PREFIX = "checkpoint-"
@@ -168,13 +168,14 @@ def _load_grown(place: Path, model: Any) -> None:
     if config.get("model_type") != model.config.model_type:
         raise HfGrowError(f"{place} holds a {config.get('model_type')} model, not a {model.config.model_type} one.")
     wanted = set(model.state_dict()) - set(model.all_tied_weights_keys)
-    if missing := sorted(wanted - weights.keys()):
+    missing = sorted(wanted - weights.keys()) + ([GROWTH_FILE] if history is None else [])
+    if missing:
         raise HfGrowError(f"{place} is not a whole checkpoint of a run: {missing[0]} is missing.")
     with clear_errors(place):
         resize(model, config["hf_grow"])
         model.load_state_dict(weights, strict=False)
     model.tie_weights()
-    model.config.growth_history = history or model.config.growth_history
+    model.config.growth_history = history
 
 
 def _load_learning(place: Path, model: nn.Module) -> None:

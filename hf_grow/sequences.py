@@ -70,6 +70,10 @@ def check_model_and_tokenizer(model: Any, tokenizer: Any) -> None:
             f"Text cannot be made into batches for {type(model).__name__}, only for classes named like "
             f"{', '.join(known)}; the Python API takes any batches that you make yourself."
         )
+    if "BertLMHeadModel" in {cls.__name__ for cls in type(model).__mro__} and not model.config.is_decoder:
+        raise HfGrowError(
+            "This BERT sees the tokens it should predict: load it as a masked language model, or set is_decoder."
+        )
     if tokenizer is None:
         raise HfGrowError("The model has no tokenizer: save the one it was trained with in its folder.")
     largest, vocabulary = max(tokenizer.get_vocab().values()), model.config.vocab_size

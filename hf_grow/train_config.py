@@ -68,6 +68,8 @@ class TrainConfig:
         for name in ("steps", "batch_size", "accumulation", "log_every", "keep"):
             whole(name, getattr(self, name), 1)
         whole("seed", self.seed, 0)
+        if self.seed >= 2**32:
+            raise HfGrowError(f"seed must be below {2**32}, not {self.seed}.")
         for name in ("eval_every", "save_every"):
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), 1)

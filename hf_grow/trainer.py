@@ -416,6 +416,7 @@ class GrowthTrainer:
         """What must be the same when the run is taken up again."""
         return {
             "model": {"model_type": self.inner.config.model_type, "sizes": self.inner.config.hf_grow},
+            "data": self.feed.mark(),
             "train": {**self.config.as_dict(), "sequences_per_step": self.feed.sequences_per_step},
             "growth": None if self.growth is None else as_dict(self.growth),
             "schedule": None if self.schedule is None else asdict(self.schedule),

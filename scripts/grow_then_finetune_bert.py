@@ -9,6 +9,7 @@ nothing, so let it learn for some steps before growth. Killed? Run it again with
 """
 
 import argparse
+import sys
 
 import torch
 from accelerate import PartialState
@@ -17,6 +18,7 @@ from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassificatio
 import hf_grow
 from hf_grow import Evaluation, GrowthConfig, GrowthSchedule, TrainConfig
 from hf_grow.data import DataConfig
+from hf_grow.folders import clear_errors
 
 
 def main() -> None:
@@ -46,12 +48,14 @@ def main() -> None:
 
     # A new head is random: all processes, and a run that is resumed, must begin with the same.
     torch.manual_seed(options.seed)
-    if options.mlm:
-        model = AutoModelForMaskedLM.from_pretrained(options.model, dtype=torch.float32)
-    else:
-        model = AutoModelForSequenceClassification.from_pretrained(
-            options.model, num_labels=options.labels, dtype=torch.float32
-        )
+    with clear_errors(options.model):
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        if options.mlm:
+            model = AutoModelForMaskedLM.from_pretrained(options.model, dtype=torch.float32)
+        else:
+            model = AutoModelForSequenceClassification.from_pretrained(
+                options.model, num_labels=options.labels, dtype=torch.float32
+            )
     growth = schedule = None
     if options.grow_at:
         amount = {"budget": options.budget} if options.columns is None else {"columns": options.columns}
@@ -59,7 +63,7 @@ def main() -> None:
         schedule = GrowthSchedule(at=options.grow_at, sequences=options.growth_sequences)
     result = hf_grow.finetune(
         model,
-        AutoTokenizer.from_pretrained(options.model),
+        tokenizer,
         options.data,
         options.out,
         config=TrainConfig(
@@ -89,4 +93,5 @@ if __name__ == "__main__":
     try:
         main()
     except hf_grow.HfGrowError as error:
-        raise SystemExit(f"Error: {error}") from error
+        print(f"Error: {error}", file=sys.stderr)
+        sys.exit(2)

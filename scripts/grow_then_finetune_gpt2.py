@@ -8,6 +8,7 @@ grow, lora or grow+lora the model is frozen, and --budget is for all that learns
 """
 
 import argparse
+import sys
 
 import torch
 from accelerate import PartialState
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_grow
 from hf_grow import AdaptConfig, Evaluation, GrowthConfig, GrowthSchedule, TrainConfig
 from hf_grow.data import DataConfig
+from hf_grow.folders import clear_errors
 
 
 def main() -> None:
@@ -47,9 +49,12 @@ def main() -> None:
         amount = {"budget": options.budget} if options.columns is None else {"columns": options.columns}
         growth = GrowthConfig(**amount)
         schedule = GrowthSchedule(at=options.grow_at, sequences=options.growth_sequences)
+    with clear_errors(options.model):
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     result = hf_grow.finetune(
-        AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32),
-        AutoTokenizer.from_pretrained(options.model),
+        model,
+        tokenizer,
         options.data,
         options.out,
         config=TrainConfig(
@@ -80,4 +85,5 @@ if __name__ == "__main__":
     try:
         main()
     except hf_grow.HfGrowError as error:
-        raise SystemExit(f"Error: {error}") from error
+        print(f"Error: {error}", file=sys.stderr)
+        sys.exit(2)

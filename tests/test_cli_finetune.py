@@ -161,6 +161,19 @@ BAD = {
     "stream without evaluation": (("--streaming", "--held-out", "0.5", "NO EVALUATION"), "A stream cannot be split"),
     "file as run": (("--checkpoints", "EMPTY"), "is a file"),
     "run is out": (("--checkpoints", "OUT"), "must go to different folders"),
+    "run in out": (("--checkpoints", "INSIDE"), "none inside the other"),
+    "share with full": (("--share", "0.9"), "--share has no meaning with --method full"),
+    "step without growth": (("--step-size", "0"), "--step-size has no meaning with a run without growth"),
+    "kinds with lora": (("--method", "lora", "--kinds", "columns"), "--kinds has no meaning with --method lora"),
+    "unknown kind": (("--method", "grow", "--kinds", "heads"), "kinds must be one of columns, value_columns"),
+    "unknown role": (("--method", "lora", "--lora-on", "mlp"), "lora_on must be one of query, key, value, output"),
+    "budget and amounts": (
+        ("--method", "grow", "--columns", 1, "--budget", 9),
+        "--budget has no meaning with all amounts",
+    ),
+    "no module": (("--method", "lora", "--also-train", ""), "also_train names ''"),
+    "large seed": (("--seed", 10**20), "seed must be below"),
+    "no digit": ((*FULL, "--grow-at", "²"), "--grow-at must be made of whole numbers"),
     "foreign run": (("--checkpoints", "FOREIGN", "--resume"), "holds no run to resume"),
     "half checkpoint": (("--checkpoints", "HALF", "--resume"), "is not a whole checkpoint"),
     "half run": (("--checkpoints", "HALF", "--resume", "--method", "lora"), "not a whole run of the method lora"),
@@ -171,6 +184,7 @@ BAD = {
 def test_bad_input_ends_with_one_sentence_before_any_step(case, command, data, tmp_path, monkeypatch):
     arguments, message = BAD[case]
     places = {name: tmp_path / name.lower() for name in ("OUT", "FOREIGN", "HALF")} | {"EMPTY": tmp_path / "empty.txt"}
+    places["INSIDE"] = places["OUT"] / "run"
     places["EMPTY"].write_text("")
     for folder, name in ((places["FOREIGN"], "notes.txt"), (places["HALF"] / "checkpoint-2", "trainer_state.json")):
         folder.mkdir(parents=True)
@@ -204,6 +218,39 @@ def test_a_run_of_another_model_or_recipe_is_refused(command, tmp_path):
     other = [tmp_path / "other" if word == hf_grow.SMALL_MODEL else word for word in command]
     code, _, err = call(*other, *options, "--rank", 1, "--resume", "--overwrite")
     assert code == 2 and "is of another model" in " ".join(err.split())
+
+
+def test_a_run_on_other_data_is_not_taken_up(command, data, tmp_path):
+    options = ("--out", tmp_path / "out", "--checkpoints", tmp_path / "run", "--overwrite")
+    succeed(*command, *options)
+    changed = [data / "other.txt" if word == data / "train.txt" else word for word in command]
+    code, _, err = call(*changed, *options, "--resume")
+    assert code == 2 and "other settings (data: ends, rows)" in " ".join(err.split())
+
+
+def test_a_whole_adapter_is_put_onto_its_model(command, data, tmp_path):
+    options = ("--method", "grow+lora", *ADAPT, "--lr", "1e-2")
+    succeed(*command, "--out", tmp_path / "whole", *options)
+    succeed(*command, "--out", tmp_path / "added", *options, "--growth-only")
+    succeed("patch", hf_grow.SMALL_MODEL, "--growth", tmp_path / "added", "--out", tmp_path / "patched")
+    first, second = (load_grown(tmp_path / name).state_dict() for name in ("whole", "patched"))
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        torch.testing.assert_close(second[name], value, msg=name)
+    found = json.loads(succeed("inspect", tmp_path / "added", "--json"))
+    assert found["growth_only"] and found["lora"] and {layer["value_dim"] for layer in found["layers"]} == {17}
+
+
+def test_growth_of_half_precision_weights_goes_back_onto_them(command, tmp_path):
+    hf_grow.small_model().bfloat16().save_pretrained(tmp_path / "half")
+    AutoTokenizer.from_pretrained(hf_grow.SMALL_MODEL).save_pretrained(tmp_path / "half")
+    words = [tmp_path / "half" if word == hf_grow.SMALL_MODEL else word for word in command]
+    succeed(*words, "--method", "grow", "--columns", 1, "--growth-only", "--out", tmp_path / "added")
+    succeed("patch", tmp_path / "half", "--growth", tmp_path / "added", "--out", tmp_path / "patched")
+    assert load_grown(tmp_path / "patched").dtype == torch.float32
+    # Also onto a base that is growable already.
+    succeed("patch", tmp_path / "half", "--out", tmp_path / "growable")
+    succeed("patch", tmp_path / "growable", "--growth", tmp_path / "added", "--out", tmp_path / "again")
 
 
 def small_bert(folder, tokenizer, stock_class, **changes):

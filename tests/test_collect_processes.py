@@ -23,11 +23,12 @@ def run(processes, folder, collection, size=7, held_out=0.0):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("held_out", [0.0, 0.25])
 @pytest.mark.parametrize("collection", ["exact", "sketch"])
-def test_two_processes_find_what_one_finds(tmp_path, collection):
-    """On seven sequences, so that the last batch is uneven."""
-    (alone,) = run(1, tmp_path, collection)
-    pair = run(2, tmp_path, collection)
+def test_two_processes_find_what_one_finds(tmp_path, collection, held_out):
+    """On seven sequences, so that the last batch is uneven; the same ones judge."""
+    (alone,) = run(1, tmp_path, collection, held_out=held_out)
+    pair = run(2, tmp_path, collection, held_out=held_out)
     for found in pair:
         assert found.sequences == alone.sequences == 7 and found.fingerprint == alone.fingerprint
         assert found.loss == pytest.approx(alone.loss, rel=1e-6)
@@ -35,6 +36,8 @@ def test_two_processes_find_what_one_finds(tmp_path, collection):
             assert relative_difference(other.query_gram, one.query_gram) < 1e-5
             for name in ("columns", "values", "uniform"):
                 assert relative_difference(getattr(other, name).gains, getattr(one, name).gains) < 1e-5, name
+            if held_out:
+                assert relative_difference(other.columns.held_out, one.columns.held_out) < 1e-5
             if collection == "exact":
                 assert relative_difference(other.total().gradient, one.total().gradient) < 1e-5
     assert pair[0].steps == pair[1].steps
@@ -43,9 +46,9 @@ def test_two_processes_find_what_one_finds(tmp_path, collection):
 @pytest.mark.slow
 @pytest.mark.parametrize("collection", ["exact", "sketch"])
 def test_a_process_without_judges_takes_part(tmp_path, collection):
-    """Of three sequences, two go to the first process and one of these judges; the second process has none."""
-    first, second = run(2, tmp_path, collection, size=3, held_out=0.25)
-    assert first.sequences == second.sequences == 3 and first.steps == second.steps
+    """Of four sequences, two go to each process; one of the second's judges, and the first has none that does."""
+    first, second = run(2, tmp_path, collection, size=4, held_out=0.25)
+    assert first.sequences == second.sequences == 4 and first.steps == second.steps
     for one, other in zip(first.layers, second.layers, strict=True):
         assert one.columns.held_out is not None
         assert relative_difference(other.columns.held_out, one.columns.held_out) < 1e-9

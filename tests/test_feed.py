@@ -150,3 +150,12 @@ def test_what_is_no_data_is_refused(rows, words):
 def test_an_empty_stream_is_refused_when_it_is_read():
     with pytest.raises(HfGrowError, match="is empty"):
         feed(Stream([])).batches(0)
+
+
+@pytest.mark.parametrize("kind", [list, Stream])
+def test_a_mark_tells_rows_from_others(kind):
+    rows = [{"input_ids": torch.arange(number, number + 3), "labels": number} for number in range(4)]
+    one, same = feed(kind(rows)), feed(kind(list(rows)), 3, seed=1)
+    assert one.mark() == same.mark()
+    other = [{**rows[0], "labels": 9}, *rows[1:]]
+    assert feed(kind(other)).mark() != one.mark()

@@ -466,7 +466,7 @@ def test_models_that_are_not_the_base_are_refused(tmp_path):
         (causal_model("gpt2"), "growth", "growth of a llama model, not of a gpt2"),
         (small_model(LlamaForSequenceClassification, "llama"), "growth", "other weights than this model has"),
         (trained(), "growth", "other weights than this model has"),
-        (dropped(), "growth", "growth of a llama model, not of a growable_gpt2"),
+        (dropped(), "growth", "growth of a llama model, not of a gpt2"),
         (other_heads, "growth", "whose layers or heads have other sizes"),
         (causal_model("llama"), "model", "load a whole model with hf_grow.load_grown"),
         (causal_model("llama"), "nowhere", "nowhere cannot be loaded"),
@@ -617,7 +617,7 @@ def test_the_commands_save_growth_alone_and_put_it_onto_the_model(run, hub, tmp_
     assert {"growth.json", "growth.safetensors", "growth_report.json", "report.html", "line_search.png"} <= names
     assert not {"config.json", "model.safetensors", "tokenizer.json"} & names
     printed = run("patch", hf_grow.SMALL_MODEL, "--growth", tmp_path / "growth", "--out", tmp_path / "patched")
-    assert f"before {tmp_path / 'growth'}" in printed and "growth by 2 query/key columns" in printed
+    assert f"{tmp_path / 'growth'} is in it" in printed and "growth by 2 query/key columns" in printed
     (whole,) = saved
     assert_same(hf_grow.load_grown(tmp_path / "patched").state_dict(), whole)
     assert (tmp_path / "patched" / "tokenizer.json").exists()

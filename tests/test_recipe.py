@@ -335,3 +335,37 @@ def test_adapters_that_would_be_left_out_are_refused(tmp_path):
     with pytest.raises(HfGrowError, match="not in a PeftModel"):
         save_adapted(model, tmp_path / "adapted")
     assert not (tmp_path / "adapted").exists()
+
+
+def test_lora_on_a_grown_model_leaves_its_growth_alone(tmp_path):
+    """The model as it is given is the frozen one, also after all of its weights have learned."""
+
+    def grown_base():
+        model, _ = hf_grow.grow(make("llama"), batches("llama"), hf_grow.GrowthConfig(columns=1))
+        with torch.no_grad():
+            model.model.norm.weight.add_(0.1)
+        return model
+
+    config = AdaptConfig(method="lora", rank=1)
+    model, _ = adapt(grown_base(), batches("llama"), config)
+    lora = sum(parameter.numel() for name, parameter in model.named_parameters() if "lora_" in name)
+    assert trainable_parameters(model) == lora
+    before = base_hash(model, growth=True)
+    train(model, "llama", config)
+    assert base_hash(model, growth=True) == before
+    save_adapted(model, tmp_path / "added", config=config)
+    assert {place.name for place in (tmp_path / "added").iterdir()} == {"lora", "adapt.json"}
+    again = load_adapted(grown_base(), tmp_path / "added")
+    assert torch.equal(logits(again, "llama"), logits(model, "llama")) and trainable_parameters(again) == lora
+
+
+def test_an_adapter_without_its_weights_is_refused_and_changes_nothing(tmp_path):
+    model, _ = adapt(make("llama"), batches("llama"), AdaptConfig(columns=1, rank=1))
+    save_adapted(model, tmp_path / "added")
+    (tmp_path / "added" / "lora" / "adapter_model.safetensors").unlink()
+    base = make("llama")
+    with pytest.raises(HfGrowError, match="is incomplete: there is no adapter_model"):
+        load_adapted(base, tmp_path / "added")
+    assert type(base) is type(make("llama"))
+    with pytest.raises(HfGrowError, match="takes a transformers model, not str"):
+        load_adapted("llama", tmp_path / "added")

@@ -42,6 +42,8 @@ REFUSED = {
     "no labels to evaluate on": ({"eval_rows": unlabelled(token_rows())}, "batches must hold labels"),
     "all labels left out": ({"rows": left_out(token_rows())}, "training data hold no labels"),
     "all labels left out of evaluation": ({"eval_rows": left_out(token_rows())}, "evaluation data hold no labels"),
+    "text that is not tokens": ({"rows": [{"text": "a b"}] * 9}, "tokenise them first"),
+    "sequences of several lengths": ({"rows": token_rows(5) + token_rows(5, length=7)}, "a collate function that pads"),
     "long sequences": ({"rows": token_rows(length=36) * 2}, None),
     "labels of another task": ({"rows": classified_rows()}, "does not fit"),
     "a token that is not there": ({"rows": [{"input_ids": [3, 4, 500], "labels": [3, 4, 5]}]}, "does not fit"),

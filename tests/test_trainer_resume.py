@@ -303,6 +303,13 @@ def test_there_is_nothing_to_resume_without_a_folder():
         trainer.train(resume=True)
 
 
+def test_a_checkpoint_without_its_history_is_not_whole(tmp_path):
+    make_trainer(causal_model("gpt2"), at=(2,), folder=tmp_path).train()
+    (tmp_path / "checkpoint-6" / "growth.json").unlink()
+    with pytest.raises(HfGrowError, match="not a whole checkpoint of a run: growth"):
+        make_trainer(causal_model("gpt2"), at=(2,), folder=tmp_path).train(resume=True)
+
+
 def test_growth_of_other_settings_is_not_taken_up(tmp_path):
     """Also where a setting of growth has the name of one of training that may differ."""
     make_trainer(causal_model("gpt2"), at=(2,), folder=tmp_path).train()

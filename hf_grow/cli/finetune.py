@@ -58,14 +58,17 @@ def finetune(
         int | None, typer.Option(help="LoRA's rank, instead of what the budget allows.", rich_help_panel=AMOUNT)
     ] = None,
     kinds: Annotated[
-        str, typer.Option(help="What the budget of a method buys, in turn.", rich_help_panel=AMOUNT)
-    ] = ",".join(AdaptConfig.kinds),
+        str | None,
+        typer.Option(help=f"What the budget buys, in turn: {','.join(AdaptConfig.kinds)}.", rich_help_panel=AMOUNT),
+    ] = None,
     lora_on: Annotated[
-        str, typer.Option(help="Whose projections get LoRA: query,key,value,output.", rich_help_panel=AMOUNT)
-    ] = ",".join(AdaptConfig.lora_on),
+        str | None,
+        typer.Option(help="Whose projections get LoRA: query,key unless value,output too.", rich_help_panel=AMOUNT),
+    ] = None,
     share: Annotated[
-        float, typer.Option(help="Of the budget, for growth in grow+lora.", rich_help_panel=AMOUNT)
-    ] = AdaptConfig.share,
+        float | None,
+        typer.Option(help=f"Of the budget, for growth in grow+lora; {AdaptConfig.share}.", rich_help_panel=AMOUNT),
+    ] = None,
     step_size: Annotated[
         float | None,
         typer.Option(help="This step; 0 preserves; a line search, with a method 0.", rich_help_panel=AMOUNT),
@@ -167,22 +170,25 @@ def finetune(
     events = {"at": grow_at, "every": grow_every, "plateau": grow_on_plateau, **limits}
     growth, when, recipe = None, None, None
     if method == "full":
-        refuse(method, {"rank": rank, "also_train": also_train, "growth_only": growth_only or None})
+        frozen = {"rank": rank, "also_train": also_train, "growth_only": growth_only or None}
+        refuse(f"--method {method}", frozen | {"share": share, "kinds": kinds, "lora_on": lora_on})
         growth, when = growth_events(grown, events, step_size, growth_sequences)
     else:
         when_options = {"grow_at": grow_at, "grow_every": grow_every, "grow_on_plateau": grow_on_plateau}
-        refuse(method, {"heads": heads, **when_options, **limits})
-        recipe = AdaptConfig(
-            method=method,
-            budget=budget or AdaptConfig.budget,
-            share=share,
-            kinds=_names(kinds),
-            lora_on=_names(lora_on),
-            columns=None if columns is None else _whole("--columns", columns),
-            value_columns=None if value_columns is None else _whole("--value-columns", value_columns),
-            rank=rank,
-            step_size=AdaptConfig.step_size if step_size is None else step_size,
-            also_train=None if also_train is None else _names(also_train),
+        refuse(f"--method {method}", {"heads": heads, **when_options, **limits})
+        recipe = recipe_of(
+            method,
+            {
+                "budget": budget,
+                "share": share,
+                "kinds": None if kinds is None else _names(kinds),
+                "lora_on": None if lora_on is None else _names(lora_on),
+                "columns": None if columns is None else _whole("--columns", columns),
+                "value_columns": None if value_columns is None else _whole("--value-columns", value_columns),
+                "rank": rank,
+                "step_size": step_size,
+                "also_train": None if also_train is None else _names(also_train),
+            },
         )
     config = TrainConfig(
         steps=steps,
@@ -238,6 +244,7 @@ def growth_events(
     """What to grow at each event, and when; neither where nothing is asked for."""
     how_much, when = ({name: value for name, value in given.items() if value is not None} for given in (how_much, when))
     if not how_much and not when:
+        refuse("a run without growth", {"step_size": step_size})
         return None, None
     found: dict[str, Any] = {kind: amounts(_option(kind), how_much.get(kind)) for kind in KINDS}
     growth = GrowthConfig(**found, budget=how_much.get("budget"), step_size=step_size)
@@ -248,11 +255,24 @@ def growth_events(
     return growth, GrowthSchedule(**when, sequences=sequences)
 
 
-def refuse(method: str, given: dict[str, Any]) -> None:
-    """Options that a method does nothing with are mistakes."""
+def recipe_of(method: str, given: dict[str, Any]) -> AdaptConfig:
+    """The recipe of a method, of whose options only those that it uses may be given."""
+    by_method = {"grow": ("lora_on",), "lora": ("kinds", "step_size")}
+    unused = {name: given[name] for name in by_method.get(method, ())}
+    if method != "grow+lora":
+        unused["share"] = given["share"]
+    refuse(f"--method {method}", unused)
+    recipe = AdaptConfig(method=method, **{name: value for name, value in given.items() if value is not None})
+    if recipe.growth is not None and (recipe.rank is not None or not recipe.has_lora):
+        refuse("all amounts given", {"budget": given["budget"], "share": given["share"]})
+    return recipe
+
+
+def refuse(where: str, given: dict[str, Any]) -> None:
+    """Options that would do nothing are mistakes."""
     for name, value in given.items():
         if value is not None:
-            raise HfGrowError(f"{_option(name)} has no meaning with --method {method}: leave it out.")
+            raise HfGrowError(f"{_option(name)} has no meaning with {where}: leave it out.")
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -264,6 +284,6 @@ def _option(name: str) -> str:
 
 
 def _whole(option: str, text: str) -> int:
-    if not text.strip().isdigit():
+    if not text.strip().isdecimal():
         raise HfGrowError(f"{option} must be made of whole numbers, not {text!r}.")
     return int(text)

@@ -5,28 +5,35 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from peft import PeftModel
 
 from hf_grow.checkpoint import check_out_folder, save_grown
-from hf_grow.cli.loading import commit_of, load_stock, load_tokenizer
+from hf_grow.cli.loading import commit_of, load_model, load_stock, load_tokenizer
 from hf_grow.cli.options import AsJson, Overwrite, Revision
 from hf_grow.cli.output import print_json, print_summary, say
 from hf_grow.errors import HfGrowError
-from hf_grow.growth_file import load_growth
+from hf_grow.growth_file import GROWTH_FOLDER, load_growth, read_growth
 from hf_grow.patch import make_growable
+from hf_grow.recipe import adapted_parts, load_adapted
 
 
 def patch(
     model: Annotated[str, typer.Argument(help="A Hub id or a local folder.")],
     out: Annotated[Path, typer.Option(help="Where to save the growable model.")],
     growth: Annotated[
-        str | None, typer.Option(help="Growth of this model to put onto it: a folder or a Hub id.")
+        str | None, typer.Option(help="Growth of this model (and LoRA) to put onto it: a folder, or a Hub id.")
     ] = None,
     overwrite: Overwrite = False,
     revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a pretrained model growable, with --growth also grown, and save it, checked against the stock model."""
+    """Make a pretrained model growable, checked against the stock model, or put --growth onto it, and save it."""
     check_out_folder(out, overwrite)
+    if growth is not None:
+        grown = with_growth(load_model(model, revision, "cpu"), growth)
+        save_grown(grown, out, tokenizer=load_tokenizer(model, revision), overwrite=overwrite)
+        show(grown.growth_summary(), as_json, f"{model}, grown", {"out": str(out)}, f"{growth} is in it")
+        return
     stock = load_stock(model, revision)
     tokenizer = load_tokenizer(model, revision)
     example = example_inputs(stock)
@@ -36,16 +43,32 @@ def patch(
     difference = largest_difference(before, outputs(model, growable, example))
     if difference > 0:
         raise HfGrowError(f"The growable model's outputs differ from the stock model's by {difference:.3g}; not saved.")
-    if growth is not None:
-        load_growth(growable, growth)
     save_grown(growable, out, tokenizer=tokenizer, overwrite=overwrite)
-    summary = growable.growth_summary()
+    facts = {"out": str(out), "largest_output_difference": difference}
+    equal = "outputs equal to the stock model's, bit for bit"
+    show(growable.growth_summary(), as_json, f"{model} is growable", facts, equal)
+
+
+def with_growth(model: Any, growth: str) -> Any:
+    """The model with growth of its own, and with LoRA merged where there is some beside it."""
+    parts = adapted_parts(growth)
+    if not parts or GROWTH_FOLDER in parts:
+        dtype = read_growth(Path(growth, GROWTH_FOLDER) if parts else growth).content["base_dtype"]
+        # Growth fits the weights as they were when it was made; training casts them to float32 first.
+        model = model.to(getattr(torch, dtype, model.dtype))
+    if not parts:
+        return load_growth(model, growth)
+    adapted = load_adapted(model, growth)
+    return adapted.merge_and_unload() if isinstance(adapted, PeftModel) else adapted
+
+
+def show(summary: dict[str, Any], as_json: bool, title: str, facts: dict[str, Any], sentence: str) -> None:
+    """What was saved."""
     if as_json:
-        print_json({**summary, "out": str(out), "largest_output_difference": difference})
+        print_json({**summary, **facts})
         return
-    print_summary(summary, f"{model} is growable" if growth is None else f"{model}, grown")
-    equal = "outputs equal to the stock model's, bit for bit" + ("" if growth is None else f", before {growth}")
-    say(f"{equal}; saved in {out}")
+    print_summary(summary, title)
+    say(f"{sentence}; saved in {facts['out']}")
 
 
 def example_inputs(model: Any) -> dict[str, torch.Tensor]:
