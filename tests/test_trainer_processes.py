@@ -32,11 +32,11 @@ def pair(request, folder):
     return [read(folder, request.param, rank) for rank in range(2)]
 
 
-def assert_close(found, expected):
+def assert_close(found, expected, most=1e-6):
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert found[key].dtype == torch.float64
-        assert torch.allclose(found[key], value, rtol=0, atol=1e-6), (key, float((found[key] - value).abs().max()))
+        assert torch.allclose(found[key], value, rtol=0, atol=most), (key, float((found[key] - value).abs().max()))
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -44,7 +44,8 @@ def test_two_processes_end_where_one_does(pair, alone, name):
     """With growth on shares of four and three sequences on the way."""
     found, expected = pair[0][name], alone[name]
     assert len(expected["reports"]) in (1, 2)
-    assert_close(found["weights"], expected["weights"])
+    # Norms and rotations of Llama are computed in float32 whatever the model's dtype.
+    assert_close(found["weights"], expected["weights"], most=1e-5 if name == "llama" else 1e-6)
     assert [report["training_step"] for report in found["reports"]] == [
         report["training_step"] for report in expected["reports"]
     ]
