@@ -50,9 +50,9 @@ def test_the_adapter_benchmark_counts_what_learns(tmp_path):
     done = subprocess.run([*command, *sizes], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-2000:]
     (found,) = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert len(found["methods"]) == 7
+    assert len(found["methods"]) == 13
     counts = [entry["trainable"] for entry in found["methods"].values()]
-    assert max(counts) == 16_512 and min(counts) > 0.9 * max(counts)
+    assert max(counts) == 16_512 and min(counts) > 0.85 * max(counts)
     shown = subprocess.run(
         [*command[:2], "--read", tmp_path / "out.json", "--figure", tmp_path / "out.png"],
         capture_output=True,
