@@ -1,4 +1,4 @@
-"""Adapt a frozen Llama by grown query/key columns and LoRA, within one budget, and save only what was added.
+"""Adapt a frozen Llama by grown columns and LoRA, within one budget, and save only what was added.
 
     python examples/grow_llama_with_lora.py [MODEL] [FOLDER]
 

@@ -12,6 +12,7 @@ from hf_grow.errors import HfGrowError
 from hf_grow.modeling.growable_model import GrowableModel
 from hf_grow.patch import make_growable
 from hf_grow.recipe import (
+    LEARNING_RATE,
     AdaptConfig,
     adapt_or_resume,
     check_adapted_folder,
@@ -96,7 +97,7 @@ def finetune(
 ) -> FinetuneResult:
     """Train a model on files or a data set and save it in `out`; on many processes, all of them call this.
 
-    config            of training; what learns follows from the recipe
+    config            of training; what learns follows from the recipe, and without a config the learning rate too
     recipe            the model stays frozen beside few new weights, for which it is measured on `growth_sequences`;
                       None: all weights learn
     growth, schedule  without a recipe: how much to grow and when; neither: no growth
@@ -104,7 +105,9 @@ def finetune(
     checkpoints       folder of the run, from which `resume` goes on; OUT-checkpoints
     growth_only       save new columns and LoRA alone (`save_adapted`), not one whole model (`save_grown`)
     """
-    config, wanted, evaluation = config or TrainConfig(), data_config or DataConfig(), evaluation or Evaluation()
+    wanted, evaluation = data_config or DataConfig(), evaluation or Evaluation()
+    if config is None:
+        config = TrainConfig() if recipe is None else TrainConfig(learning_rate=LEARNING_RATE)
     config = replace(config, train="all" if recipe is None else recipe.train)
     wanted = replace(wanted, batch_size=config.batch_size)
     if recipe is not None and (growth is not None or schedule is not None):

@@ -52,6 +52,7 @@ QKVO: Roles = (*QKV, "output")
 # New query/key columns want larger steps than LoRA, whose product of two factors moves by both, and than value columns.
 LORA_RATES, COLUMN_RATES = (1e-3, 3e-3, 1e-2), (3e-3, 1e-2, 3e-2)
 STEPS = (0, 10, 25, 50, 100, 400)
+STYLES = ("-", "--", ":")  # of lines, when all colours have been used
 console = Console(width=140)
 
 
@@ -430,19 +431,28 @@ def draw(results: list[dict[str, Any]], steps: list[int], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, len(results), figsize=(6 * len(results), 4.2), squeeze=False)
+    figure, axes = plt.subplots(1, len(results), figsize=(6 * len(results), 5.5), squeeze=False)
     for axis, result in zip(axes[0], results, strict=True):
-        for name, entry in result["methods"].items():
+        for number, (name, entry) in enumerate(result["methods"].items()):
             losses = [reported(entry, step) for step in steps]
             means = [statistics.fmean(values) for values in losses]
             spreads = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in losses]
-            axis.errorbar(range(len(steps)), means, spreads, marker="o", capsize=2, label=name)
+            axis.errorbar(
+                range(len(steps)),
+                means,
+                spreads,
+                marker="o",
+                capsize=2,
+                label=name,
+                color=f"C{number % 10}",
+                ls=STYLES[number // 10],
+            )
         axis.set_xticks(range(len(steps)), [str(step) for step in steps])
         axis.set_xlabel("training steps, base frozen")
         axis.set_ylabel("loss on unseen source code (nats)")
         axis.set_title(f"{result['model']} ({result['parameters'] / 1e6:.1f}M)")
-    axes[0][0].legend(fontsize=8)
-    figure.tight_layout()
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=8)
+    figure.tight_layout(rect=(0, 0.17, 1, 1))
     figure.savefig(file, dpi=120)
 
 

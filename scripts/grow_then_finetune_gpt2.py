@@ -18,6 +18,7 @@ import hf_grow
 from hf_grow import AdaptConfig, Evaluation, GrowthConfig, GrowthSchedule, TrainConfig
 from hf_grow.data import DataConfig
 from hf_grow.folders import clear_errors
+from hf_grow.recipe import LEARNING_RATE
 
 
 def main() -> None:
@@ -35,7 +36,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8, help="on each process")
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--length", type=int, help="tokens per sequence")
-    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--learning-rate", type=float, help="1e-4, beside a frozen model 3e-3")
     parser.add_argument("--precision", default="no", choices=["no", "bf16", "fp16"])
     parser.add_argument("--every", type=int, default=100, help="steps between evaluations and checkpoints")
     parser.add_argument("--seed", type=int, default=0)
@@ -61,7 +62,7 @@ def main() -> None:
             steps=options.steps,
             batch_size=options.batch_size,
             accumulation=options.accumulation,
-            learning_rate=options.learning_rate,
+            learning_rate=options.learning_rate or (1e-4 if recipe is None else LEARNING_RATE),
             precision=options.precision,
             eval_every=options.every,
             save_every=options.every,

@@ -16,7 +16,7 @@ from hf_grow.config import KINDS, GrowthConfig, one_of
 from hf_grow.data import DataConfig
 from hf_grow.errors import HfGrowError
 from hf_grow.finetuning import Evaluation, check_folders
-from hf_grow.recipe import METHODS, AdaptConfig
+from hf_grow.recipe import LEARNING_RATE, METHODS, AdaptConfig
 from hf_grow.schedule import GrowthSchedule
 from hf_grow.train_config import OPTIMIZERS, PRECISIONS, SCHEDULES, TrainConfig
 
@@ -103,8 +103,14 @@ def finetune(
         int, typer.Option(help="Batches that make a step.", rich_help_panel=TRAINING)
     ] = TrainConfig.accumulation,
     learning_rate: Annotated[
-        float, typer.Option("--learning-rate", "--lr", help="At its highest.", rich_help_panel=TRAINING)
-    ] = TrainConfig.learning_rate,
+        float | None,
+        typer.Option(
+            "--learning-rate",
+            "--lr",
+            help=f"At its highest; {TrainConfig.learning_rate:g}, beside a frozen model {LEARNING_RATE:g}.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
     warmup: Annotated[
         float, typer.Option(help="Steps of warm-up, or a share of all.", rich_help_panel=TRAINING)
     ] = TrainConfig.warmup,
@@ -190,11 +196,12 @@ def finetune(
                 "also_train": None if also_train is None else _names(also_train),
             },
         )
+    rate = TrainConfig.learning_rate if recipe is None else LEARNING_RATE
     config = TrainConfig(
         steps=steps,
         batch_size=batch_size,
         accumulation=accumulation,
-        learning_rate=learning_rate,
+        learning_rate=rate if learning_rate is None else learning_rate,
         weight_decay=weight_decay,
         optimizer=optimizer,
         lr_schedule=schedule,
