@@ -41,7 +41,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class FinetuneResult:
-    """What finetuning did; `model` is the trained one, inside PEFT's wrapper if there is LoRA."""
+    """What finetuning did; `model` is the trained one as it was saved, with LoRA merged unless that was saved alone."""
 
     model: Any
     parameters: int
@@ -131,12 +131,12 @@ def finetune(
     trainer = GrowthTrainer(model, sequences.rows, eval_rows, config=config, **shared)
     done = trainer.train(resume=resume)
     result = _result(trainer, done, recipe, before, Path(out), run)
-    if accelerator.is_main_process:
-        if growth_only:
-            save_adapted(trainer.model, out, config=recipe, overwrite=overwrite)
-        else:
-            whole_model = trainer.model if trainer.model is trainer.inner else trainer.model.merge_and_unload()
-            save_grown(whole_model, out, tokenizer=tokenizer, overwrite=overwrite)
+    if not growth_only and trainer.model is not trainer.inner:
+        result = replace(result, model=trainer.model.merge_and_unload())
+    if accelerator.is_main_process and growth_only:
+        save_adapted(result.model, out, config=recipe, overwrite=overwrite)
+    elif accelerator.is_main_process:
+        save_grown(result.model, out, tokenizer=tokenizer, overwrite=overwrite)
     accelerator.wait_for_everyone()
     return result
 

@@ -48,6 +48,13 @@ def test_a_frozen_model_gets_an_adapter(start):
     assert hf_grow.trainable_parameters(hf_grow.load_adapted(hf_grow.small_model(), start["out"])) <= BUDGET
 
 
+def test_lora_is_merged_into_the_model_that_is_saved(start):
+    result = hf_grow.finetune(**start, recipe=AdaptConfig(method="lora", budget=BUDGET))
+    saved = hf_grow.load_grown(start["out"]).state_dict()
+    found = result.model.state_dict()
+    assert found.keys() == saved.keys() and all(torch.equal(value, saved[name]) for name, value in found.items())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
