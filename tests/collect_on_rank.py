@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from models import causal_model
 from test_collect import labelled, sequences_of
 
@@ -20,3 +20,5 @@ if __name__ == "__main__":
     config = CollectConfig(collection=collection, kinds=KINDS, columns=2, value_columns=2, held_out=held_out)
     found = collect_statistics(model, share, config, accelerator=accelerator)
     found.save(folder / f"{accelerator.num_processes}-{accelerator.process_index}.safetensors")
+    # Threads of a process group that is still there may abort the process when it ends.
+    PartialState().destroy_process_group()

@@ -56,3 +56,5 @@ if __name__ == "__main__":
     wrapped(**share)
     assert len(calls) == 5
     torch.save({"gradients": gradients, "weights": model.state_dict()}, folder / f"{processes}-{rank}.pt")
+    # Threads of a process group that is still there may abort the process when it ends.
+    PartialState().destroy_process_group()

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from models import causal_model
 from test_callback import callback, killed, trainer
 
@@ -26,3 +27,5 @@ if __name__ == "__main__":
     again = trainer(folder / "again", callback(schedule, train=train), causal_model("gpt2"))
     again.train(resume_from_checkpoint=True)
     torch.save(again.model.state_dict(), folder / f"again-{rank}.pt")
+    # Threads of a process group that is still there may abort the process when it ends.
+    PartialState().destroy_process_group()

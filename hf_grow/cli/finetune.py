@@ -236,13 +236,13 @@ def finetune(
         overwrite=overwrite,
         growth_only=growth_only,
     )
-    if not PartialState().is_main_process:
-        return
-    if as_json:
+    if PartialState().is_main_process and as_json:
         print_json({"method": method, "model": model, "data": data, **result.summary()})
-    else:
+    elif PartialState().is_main_process:
         print_facts(result.facts())
         say(f"saved in {out}; the checkpoints in {run} can be removed")
+    # Threads of a process group that is still there may abort the process when it ends.
+    PartialState().destroy_process_group()
 
 
 def growth_events(
