@@ -2,6 +2,7 @@
 
 from importlib.metadata import version
 
+from hf_grow.adapt_config import AdaptConfig
 from hf_grow.assets import SMALL_MODEL, small_model
 from hf_grow.callback import GrowthCallback
 from hf_grow.checkpoint import inspect_checkpoint, load_grown, push_grown, save_grown
@@ -14,7 +15,7 @@ from hf_grow.insert import grow, insert_growth
 from hf_grow.new_weights import NewWeights
 from hf_grow.patch import make_growable
 from hf_grow.plan import GrowthPlan, plan_growth
-from hf_grow.recipe import AdaptConfig, adapt, adapt_or_resume, load_adapted, save_adapted, trainable_parameters
+from hf_grow.recipe import adapt, adapt_or_resume, load_adapted, save_adapted, trainable_parameters
 from hf_grow.report import GrowthReport
 from hf_grow.schedule import GrowthSchedule
 from hf_grow.statistics import Statistics

@@ -5,21 +5,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hf_grow.adapt_config import LEARNING_RATE, AdaptConfig
 from hf_grow.checkpoint import check_out_folder, save_grown
 from hf_grow.config import GrowthConfig
 from hf_grow.data import DataConfig, Sequences, load_sequences, split_rows
 from hf_grow.errors import HfGrowError
 from hf_grow.modeling.growable_model import GrowableModel
 from hf_grow.patch import make_growable
-from hf_grow.recipe import (
-    LEARNING_RATE,
-    AdaptConfig,
-    adapt_or_resume,
-    check_adapted_folder,
-    choose_amounts,
-    save_adapted,
-    trainable_parameters,
-)
+from hf_grow.recipe import adapt_or_resume, choose_amounts, save_adapted, trainable_parameters
 from hf_grow.run_state import checkpoints as checkpoints_in
 from hf_grow.schedule import GrowthSchedule
 from hf_grow.train_config import TrainConfig
@@ -106,8 +99,7 @@ def finetune(
     growth_only       save new columns and LoRA alone (`save_adapted`), not one whole model (`save_grown`)
     """
     wanted, evaluation = data_config or DataConfig(), evaluation or Evaluation()
-    if config is None:
-        config = TrainConfig() if recipe is None else TrainConfig(learning_rate=LEARNING_RATE)
+    config = config or TrainConfig(learning_rate=default_learning_rate(recipe))
     config = replace(config, train="all" if recipe is None else recipe.train)
     wanted = replace(wanted, batch_size=config.batch_size)
     if recipe is not None and (growth is not None or schedule is not None):
@@ -141,6 +133,11 @@ def finetune(
     return result
 
 
+def default_learning_rate(recipe: AdaptConfig | None) -> float:
+    """Of all weights, or of the few that a recipe adds."""
+    return TrainConfig.learning_rate if recipe is None else LEARNING_RATE
+
+
 def check_folders(
     out: str | os.PathLike,
     checkpoints: str | os.PathLike | None,
@@ -153,7 +150,7 @@ def check_folders(
     """The folder of checkpoints; refused with `out` where the run cannot save in them or go on from them."""
     if growth_only and recipe is None:
         raise HfGrowError("Only what a recipe adds to a frozen model can be saved alone: leave growth_only out.")
-    (check_adapted_folder if growth_only else check_out_folder)(out, overwrite)
+    check_out_folder(out, overwrite)
     run = Path(checkpoints) if checkpoints is not None else Path(out).with_name(f"{Path(out).name}-checkpoints")
     _check_run(run, Path(out), resume, recipe)
     return run

@@ -10,7 +10,7 @@ from pathlib import Path
 from hf_grow.errors import HfGrowError
 
 # What tells a folder of transformers or hf-grow from any other.
-MODEL_FILES = ("config.json", "growth.safetensors")
+MODEL_FILES = ("config.json", "growth.safetensors", "growth/growth.safetensors", "lora/adapter_config.json")
 
 
 def check_out_folder(path: str | os.PathLike, overwrite: bool) -> Path:

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_grow
 from hf_grow import AdaptConfig, Evaluation, GrowthConfig, GrowthSchedule, TrainConfig
 from hf_grow.data import DataConfig
+from hf_grow.finetuning import default_learning_rate
 from hf_grow.folders import clear_errors
-from hf_grow.recipe import LEARNING_RATE
 
 
 def main() -> None:
@@ -62,7 +62,7 @@ def main() -> None:
             steps=options.steps,
             batch_size=options.batch_size,
             accumulation=options.accumulation,
-            learning_rate=options.learning_rate or (1e-4 if recipe is None else LEARNING_RATE),
+            learning_rate=options.learning_rate or default_learning_rate(recipe),
             precision=options.precision,
             eval_every=options.every,
             save_every=options.every,

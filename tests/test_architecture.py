@@ -17,7 +17,7 @@ RANKS = [
     {"config", "families", "assets", "model_card", "report"},
     {"statistics", "observe"},
     {"patch", "passes", "base", "new_weights", "sharding"},
-    {"train_config", "feed", "data", "sequences"},
+    {"adapt_config", "train_config", "feed", "data", "sequences"},
     {"structure", "growth", "probes", "estimators"},
     {"line_search", "collector", "proposal"},
     {"calibrate", "exact", "sketch", "plan"},

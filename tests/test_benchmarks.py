@@ -61,3 +61,16 @@ def test_the_adapter_benchmark_counts_what_learns(tmp_path):
     )
     assert shown.returncode == 0, shown.stderr[-2000:]
     assert "whitened columns" in shown.stdout and (tmp_path / "out.png").stat().st_size > 10_000
+
+
+def test_the_benchmark_of_carried_state_prints_its_tables(tmp_path):
+    command = [sys.executable, ROOT / "scripts" / "bench_optimizer_state.py", "--seeds", "1", "--rates", "1e-3"]
+    sizes = ["--warmup", "2", "--steps", "2", "--length", "16", "--batch", "2", "--sequences", "8", "--held-out", "2"]
+    more = ["--columns", "1", "--multipliers", "3", "--json", tmp_path / "rows.json"]
+    done = subprocess.run([*command, *sizes, *more], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "new optimizer" in done.stdout and "train='new'" in done.stdout and "10,000 steps" in done.stdout
+    rows = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))["rows"]
+    assert len(rows) == 3 * 2 * 2
+    assert {row["table"] for row in rows} == {"carry", "variance", "multiplier"}
+    assert all(0 < row["training"] < 20 for row in rows)

@@ -1,10 +1,7 @@
 """An optimizer goes on over growth: every old entry keeps its state, groups and schedules stay, or nothing changes."""
 
 import copy
-import json
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,7 +9,6 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from models import causal_model
 from test_collect import growable, labelled, loss_of
-from test_docs import ROOT
 from transformers import BertForMaskedLM
 from transformers.optimization import Adafactor as TransformersAdafactor
 
@@ -628,19 +624,6 @@ def test_an_optimizer_left_behind_by_growth_is_refused():
     widen_query_key(model, 0, 2)
     with pytest.raises(HfGrowError, match="this one before it grew"):
         widen_query_key(model, 0, 2, optimizer=optimizer)
-
-
-def test_the_benchmark_prints_its_tables(tmp_path):
-    command = [sys.executable, ROOT / "scripts" / "bench_optimizer_state.py", "--seeds", "1", "--rates", "1e-3"]
-    sizes = ["--warmup", "2", "--steps", "2", "--length", "16", "--batch", "2", "--sequences", "8", "--held-out", "2"]
-    more = ["--columns", "1", "--multipliers", "3", "--json", tmp_path / "rows.json"]
-    done = subprocess.run([*command, *sizes, *more], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "new optimizer" in done.stdout and "train='new'" in done.stdout and "10,000 steps" in done.stdout
-    rows = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))["rows"]
-    assert len(rows) == 3 * 2 * 2
-    assert {row["table"] for row in rows} == {"carry", "variance", "multiplier"}
-    assert all(0 < row["training"] < 20 for row in rows)
 
 
 def test_fused_momentum_goes_on_after_all_weights_were_made_anew():

@@ -11,9 +11,10 @@ from transformers import BertForSequenceClassification
 
 import hf_grow
 from hf_grow import AdaptConfig, CollectConfig, GrowthTrainer, HfGrowError, NewWeights, TrainConfig, adapt
+from hf_grow.adapt_config import METHODS
 from hf_grow.base import base_hash, without_adapters
 from hf_grow.modeling.growable_attention import attention_sites
-from hf_grow.recipe import METHODS, adapt_or_resume, choose_amounts, load_adapted, save_adapted, trainable_parameters
+from hf_grow.recipe import adapt_or_resume, choose_amounts, load_adapted, save_adapted, trainable_parameters
 
 every_method = pytest.mark.parametrize("method", METHODS)
 every_type = pytest.mark.parametrize("model_type", ["gpt2", "llama", "bert"])

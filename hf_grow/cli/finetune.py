@@ -8,18 +8,19 @@ import typer
 from accelerate import PartialState
 
 from hf_grow import finetuning
+from hf_grow.adapt_config import LEARNING_RATE, METHODS, AdaptConfig
 from hf_grow.cli import options
-from hf_grow.cli.grow import AMOUNT, EACH_LAYER, amounts
+from hf_grow.cli.grow import AMOUNT, amounts
 from hf_grow.cli.loading import load_model, load_tokenizer
 from hf_grow.cli.output import print_facts, print_json, say
 from hf_grow.config import KINDS, GrowthConfig, one_of
 from hf_grow.data import DataConfig
 from hf_grow.errors import HfGrowError
-from hf_grow.finetuning import Evaluation, check_folders
-from hf_grow.recipe import LEARNING_RATE, METHODS, AdaptConfig
+from hf_grow.finetuning import Evaluation, check_folders, default_learning_rate
 from hf_grow.schedule import GrowthSchedule
 from hf_grow.train_config import OPTIMIZERS, PRECISIONS, SCHEDULES, TrainConfig
 
+BY_LAYER = "with full also by layer (0:8,3:4)"
 TRAINING, EVENTS, EVALUATION = "Training", "When to grow (method full)", "Evaluation"
 
 
@@ -48,10 +49,10 @@ def finetune(
         typer.Option(help="New parameters, 250000 or 1%; per event, or of all that learns.", rich_help_panel=AMOUNT),
     ] = None,
     columns: Annotated[
-        str | None, typer.Option(help=f"New query/key columns per head, {EACH_LAYER}.", rich_help_panel=AMOUNT)
+        str | None, typer.Option(help=f"New query/key columns per head, {BY_LAYER}.", rich_help_panel=AMOUNT)
     ] = None,
     value_columns: Annotated[
-        str | None, typer.Option(help=f"New value columns per head, {EACH_LAYER}.", rich_help_panel=AMOUNT)
+        str | None, typer.Option(help=f"New value columns per head, {BY_LAYER}.", rich_help_panel=AMOUNT)
     ] = None,
     heads: Annotated[str | None, typer.Option(help="New heads, only with full.", rich_help_panel=AMOUNT)] = None,
     rank: Annotated[
@@ -196,12 +197,11 @@ def finetune(
                 "also_train": None if also_train is None else _names(also_train),
             },
         )
-    rate = TrainConfig.learning_rate if recipe is None else LEARNING_RATE
     config = TrainConfig(
         steps=steps,
         batch_size=batch_size,
         accumulation=accumulation,
-        learning_rate=rate if learning_rate is None else learning_rate,
+        learning_rate=default_learning_rate(recipe) if learning_rate is None else learning_rate,
         weight_decay=weight_decay,
         optimizer=optimizer,
         lr_schedule=schedule,
