@@ -2,26 +2,30 @@
 
 from importlib.metadata import version
 
-from hf_grow.adapt_config import AdaptConfig
+from hf_grow.adapting.adapt import adapt, trainable_parameters
+from hf_grow.adapting.config import AdaptConfig
+from hf_grow.adapting.saved import adapt_or_resume, load_adapted, save_adapted
 from hf_grow.assets import SMALL_MODEL, small_model
-from hf_grow.callback import GrowthCallback
-from hf_grow.checkpoint import inspect_checkpoint, load_grown, push_grown, save_grown
-from hf_grow.collect import collect_statistics
-from hf_grow.config import CollectConfig, GrowthConfig
+from hf_grow.data import DataConfig
 from hf_grow.errors import HfGrowError
 from hf_grow.finetuning import Evaluation, FinetuneResult, finetune
-from hf_grow.growth_file import load_growth, remove_growth, save_growth
-from hf_grow.insert import grow, insert_growth
-from hf_grow.new_weights import NewWeights
-from hf_grow.patch import make_growable
-from hf_grow.plan import GrowthPlan, plan_growth
-from hf_grow.recipe import adapt, adapt_or_resume, load_adapted, save_adapted, trainable_parameters
-from hf_grow.report import GrowthReport
-from hf_grow.schedule import GrowthSchedule
-from hf_grow.statistics import Statistics
-from hf_grow.structure import add_heads, drop_query_key, widen_query_key, widen_value
-from hf_grow.train_config import TrainConfig
-from hf_grow.trainer import GrowthTrainer, TrainResult
+from hf_grow.growth.collect import collect_statistics
+from hf_grow.growth.config import GrowthConfig
+from hf_grow.growth.insert import insert_growth
+from hf_grow.growth.pipeline import grow
+from hf_grow.growth.plan import GrowthPlan, plan_growth
+from hf_grow.growth.report import GrowthReport
+from hf_grow.measuring.config import CollectConfig
+from hf_grow.measuring.statistics import Statistics
+from hf_grow.saving.checkpoint import inspect_checkpoint, load_grown, push_grown, save_grown
+from hf_grow.saving.growth_file import load_growth, remove_growth, save_growth
+from hf_grow.surgery.patch import make_growable
+from hf_grow.surgery.structure import add_heads, drop_query_key, widen_query_key, widen_value
+from hf_grow.training.callback import GrowthCallback
+from hf_grow.training.config import TrainConfig
+from hf_grow.training.new_weights import NewWeights
+from hf_grow.training.schedule import GrowthSchedule
+from hf_grow.training.trainer import GrowthTrainer, TrainResult
 
 __version__ = version("hf-grow")
 
@@ -29,6 +33,7 @@ __all__ = [
     "SMALL_MODEL",
     "AdaptConfig",
     "CollectConfig",
+    "DataConfig",
     "Evaluation",
     "FinetuneResult",
     "GrowthCallback",

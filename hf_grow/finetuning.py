@@ -5,26 +5,40 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_grow.adapt_config import LEARNING_RATE, AdaptConfig
-from hf_grow.checkpoint import check_out_folder, save_grown
-from hf_grow.config import GrowthConfig
-from hf_grow.data import DataConfig, Sequences, load_sequences, split_rows
+from accelerate import Accelerator
+
+from hf_grow.adapting.adapt import trainable_parameters
+from hf_grow.adapting.budget import choose_amounts
+from hf_grow.adapting.config import LEARNING_RATE, AdaptConfig
+from hf_grow.adapting.saved import adapt_or_resume, save_adapted
+from hf_grow.data import DataConfig, load_sequences, split_rows
 from hf_grow.errors import HfGrowError
+from hf_grow.fields import require
+from hf_grow.growth.config import GrowthConfig
 from hf_grow.modeling.growable_model import GrowableModel
-from hf_grow.patch import make_growable
-from hf_grow.recipe import adapt_or_resume, choose_amounts, save_adapted, trainable_parameters
-from hf_grow.run_state import checkpoints as checkpoints_in
-from hf_grow.schedule import GrowthSchedule
-from hf_grow.train_config import TrainConfig
-from hf_grow.trainer import GrowthTrainer, TrainResult
-from hf_grow.training_setup import make_accelerator
+from hf_grow.running.passes import Passes
+from hf_grow.saving.checkpoint import check_out_folder, save_grown
+from hf_grow.surgery.patch import make_growable
+from hf_grow.training.checks import check_batches, labelled
+from hf_grow.training.config import TrainConfig
+from hf_grow.training.feed import Collate, Feed, evaluation_batches
+from hf_grow.training.run_state import checkpoints as checkpoints_in
+from hf_grow.training.schedule import GrowthSchedule
+from hf_grow.training.setup import make_accelerator
+from hf_grow.training.trainer import GrowthTrainer, TrainResult
 
 START = "start"
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What to evaluate on: other data, another split of the same, or else a share of it; 0 for nothing."""
+    """What to evaluate on: other data, another split of the same, or else a share of it.
+
+    data           other data to evaluate on; None: the same
+    split          split to evaluate on; None: that of the training data
+    held_out       if neither is given: the share of the training data to evaluate on; 0 for no evaluation
+    max_sequences  evaluate on so many at most
+    """
 
     data: str | None = None
     split: str | None = None
@@ -69,6 +83,15 @@ class FinetuneResult:
         return "\n".join(f"{name}: {value}" for name, value in self.facts().items())
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Sequences to train on and to evaluate on, if any, and what makes batches of both."""
+
+    training: Any
+    evaluation: Any
+    collate: Collate
+
+
 def finetune(
     model: Any,
     tokenizer: Any,
@@ -91,46 +114,166 @@ def finetune(
     """Train a model on files or a data set and save it in `out`; on many processes, all of them call this.
 
     config            of training; what learns follows from the recipe, and without a config the learning rate too
-    recipe            the model stays frozen beside few new weights, for which it is measured on `growth_sequences`;
-                      None: all weights learn
+    recipe            the model stays frozen beside few new weights, for which it is measured on `growth_sequences`
     growth, schedule  without a recipe: how much to grow and when; neither: no growth
-    data_config, evaluation   what to make of the data, and what to evaluate on
+    data_config       what to make of the data; batches are those of `config`
+    evaluation        what to evaluate on
     checkpoints       folder of the run, from which `resume` goes on; OUT-checkpoints
     growth_only       save new columns and LoRA alone (`save_adapted`), not one whole model (`save_grown`)
     """
-    wanted, evaluation = data_config or DataConfig(), evaluation or Evaluation()
-    config = config or TrainConfig(learning_rate=default_learning_rate(recipe))
-    config = replace(config, train="all" if recipe is None else recipe.train)
-    wanted = replace(wanted, batch_size=config.batch_size)
-    if recipe is not None and (growth is not None or schedule is not None):
-        raise HfGrowError("A recipe says itself how to grow: leave growth and schedule out, or the recipe.")
-    run = check_folders(out, checkpoints, recipe, resume=resume, overwrite=overwrite, growth_only=growth_only)
-    accelerator = make_accelerator(config, run)
-    config.check_device(accelerator.device)
-    if not isinstance(model, GrowableModel):
-        make_growable(model)
-    if recipe is not None:
-        choose_amounts(model, recipe)
-    sequences, eval_rows = load_rows(data, wanted, evaluation, tokenizer, model)
-    shared: dict[str, Any] = {"collate": sequences.collate, "accelerator": accelerator, "progress": progress}
-    untouched = GrowthTrainer(model, sequences.rows, eval_rows, config=replace(config, train="all"), **shared)
-    before = None if eval_rows is None else untouched.evaluate()
-    if recipe is not None:
-        batches = untouched.feed.sample(growth_sequences, 0) if recipe.grows else []
-        start = {"resume": resume, "accelerator": accelerator, "progress": progress and accelerator.is_main_process}
-        model = adapt_or_resume(model, batches, recipe, run / START, **start)
-    shared |= {"folder": run, "tokenizer": tokenizer, "growth": growth, "schedule": schedule}
-    trainer = GrowthTrainer(model, sequences.rows, eval_rows, config=config, **shared)
-    done = trainer.train(resume=resume)
-    result = _result(trainer, done, recipe, before, Path(out), run)
-    if not growth_only and trainer.model is not trainer.inner:
-        result = replace(result, model=trainer.model.merge_and_unload())
-    if accelerator.is_main_process and growth_only:
-        save_adapted(result.model, out, config=recipe, overwrite=overwrite)
-    elif accelerator.is_main_process:
-        save_grown(result.model, out, tokenizer=tokenizer, overwrite=overwrite)
-    accelerator.wait_for_everyone()
-    return result
+    run = Finetuning(
+        out,
+        config=config,
+        recipe=recipe,
+        growth=growth,
+        schedule=schedule,
+        growth_sequences=growth_sequences,
+        data_config=data_config,
+        evaluation=evaluation,
+        checkpoints=checkpoints,
+        resume=resume,
+        overwrite=overwrite,
+        growth_only=growth_only,
+        progress=progress,
+    )
+    return run.train(model, tokenizer, data)
+
+
+class Finetuning:
+    """All that the user says of a run of `finetune`, checked before any model or data is loaded."""
+
+    def __init__(
+        self,
+        out: str | os.PathLike,
+        *,
+        config: TrainConfig | None = None,
+        recipe: AdaptConfig | None = None,
+        growth: GrowthConfig | None = None,
+        schedule: GrowthSchedule | None = None,
+        growth_sequences: int = GrowthSchedule.sequences,
+        data_config: DataConfig | None = None,
+        evaluation: Evaluation | None = None,
+        checkpoints: str | os.PathLike | None = None,
+        resume: bool = False,
+        overwrite: bool = False,
+        growth_only: bool = False,
+        progress: bool = True,
+    ) -> None:
+        if recipe is not None and (growth is not None or schedule is not None):
+            raise HfGrowError("A recipe says itself how to grow: leave growth and schedule out, or the recipe.")
+        if growth_only and recipe is None:
+            raise HfGrowError("Only what a recipe adds to a frozen model can be saved alone: leave growth_only out.")
+        data_config = data_config or DataConfig()
+        self.config = training_config(config, recipe, data_config)
+        self.data_config = replace(data_config, batch_size=self.config.batch_size)
+        self.recipe, self.growth, self.schedule = recipe, growth, schedule
+        self.growth_sequences, self.evaluation = growth_sequences, evaluation or Evaluation()
+        self.resume, self.overwrite, self.growth_only, self.progress = resume, overwrite, growth_only, progress
+        check_out_folder(out, overwrite)
+        self.out = Path(out)
+        self.checkpoints = Path(checkpoints or self.out.with_name(f"{self.out.name}-checkpoints"))
+        check_checkpoints(self.checkpoints, self.out, resume, recipe)
+
+    def train(self, model: Any, tokenizer: Any, data: str) -> FinetuneResult:
+        """Load the data, adapt the model if there is a recipe, train it and save it."""
+        accelerator = make_accelerator(self.config, self.checkpoints)
+        self.config.check_device(accelerator.device)
+        self._make_ready(model, accelerator)
+        rows = load_rows(data, self.data_config, self.evaluation, tokenizer, model)
+        loss_before = self._evaluated(model, rows, accelerator)
+        if self.recipe is not None:
+            model = self._adapted(model, self.recipe, rows, accelerator)
+        trainer = GrowthTrainer(
+            model,
+            rows.training,
+            rows.evaluation,
+            collate=rows.collate,
+            config=self.config,
+            growth=self.growth,
+            schedule=self.schedule,
+            folder=self.checkpoints,
+            tokenizer=tokenizer,
+            accelerator=accelerator,
+            progress=self.progress,
+        )
+        done = trainer.train(resume=self.resume)
+        result = self._result(trainer, done, loss_before)
+        if not self.growth_only and trainer.model is not trainer.inner:
+            result = replace(result, model=trainer.model.merge_and_unload())
+        if accelerator.is_main_process:
+            self._save(result.model, tokenizer)
+        accelerator.wait_for_everyone()
+        return result
+
+    def _make_ready(self, model: Any, accelerator: Accelerator) -> None:
+        """Growable and on its device; a budget that is too small is refused before data is read."""
+        if not isinstance(model, GrowableModel):
+            make_growable(model)
+        if self.recipe is not None:
+            choose_amounts(model, self.recipe)
+        model.to(accelerator.device)
+
+    def _evaluated(self, model: Any, rows: Rows, accelerator: Accelerator) -> float | None:
+        """The loss before anything is trained, over all processes."""
+        if rows.evaluation is None:
+            return None
+        own = accelerator.num_processes, accelerator.process_index
+        batches = evaluation_batches(rows.evaluation, rows.collate, self.config.batch_size, self.config.seed, *own)
+        if batches:
+            check_batches(model, batches, "evaluation")
+        with accelerator.autocast():
+            return Passes(model, accelerator).loss(labelled(model, batches))
+
+    def _adapted(self, model: Any, recipe: AdaptConfig, rows: Rows, accelerator: Accelerator) -> Any:
+        """The frozen model with its new weights, or those with which the run began that is taken up."""
+        feed = Feed(
+            rows.training,
+            rows.collate,
+            self.config.batch_size,
+            processes=accelerator.num_processes,
+            process=accelerator.process_index,
+            seed=self.config.seed,
+        )
+        batches = feed.sample(self.growth_sequences, 0)
+        check_batches(model, batches, "training")
+        return adapt_or_resume(
+            model,
+            batches,
+            recipe,
+            self.checkpoints / START,
+            resume=self.resume,
+            accelerator=accelerator,
+            progress=self.progress and accelerator.is_main_process,
+        )
+
+    def _result(self, trainer: GrowthTrainer, done: TrainResult, loss_before: float | None) -> FinetuneResult:
+        events = done.reports
+        if self.recipe is not None:
+            # The model grew once, before the trainer got it.
+            events = trainer.inner.growth_history["events"][-1:] if self.recipe.grows else []
+        learning = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
+        if self.recipe is not None or self.config.train == "new":
+            learning = trainable_parameters(trainer.model)
+        kept = ("training_step", "parameters_added", "loss_before", "loss_after", "form")
+        return FinetuneResult(
+            model=trainer.model,
+            parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
+            trainable_parameters=learning,
+            growth=[{name: event.get(name, 0) for name in kept} for event in events],
+            loss=done.loss,
+            eval_before=loss_before,
+            eval_after=done.eval_loss,
+            steps=done.steps,
+            seconds=done.seconds,
+            out=str(self.out),
+            checkpoints=str(self.checkpoints),
+        )
+
+    def _save(self, model: Any, tokenizer: Any) -> None:
+        if self.growth_only:
+            save_adapted(model, self.out, config=self.recipe, overwrite=self.overwrite)
+        else:
+            save_grown(model, self.out, tokenizer=tokenizer, overwrite=self.overwrite)
 
 
 def default_learning_rate(recipe: AdaptConfig | None) -> float:
@@ -138,77 +281,51 @@ def default_learning_rate(recipe: AdaptConfig | None) -> float:
     return TrainConfig.learning_rate if recipe is None else LEARNING_RATE
 
 
-def check_folders(
-    out: str | os.PathLike,
-    checkpoints: str | os.PathLike | None,
-    recipe: AdaptConfig | None,
-    *,
-    resume: bool,
-    overwrite: bool,
-    growth_only: bool,
-) -> Path:
-    """The folder of checkpoints; refused with `out` where the run cannot save in them or go on from them."""
-    if growth_only and recipe is None:
-        raise HfGrowError("Only what a recipe adds to a frozen model can be saved alone: leave growth_only out.")
-    check_out_folder(out, overwrite)
-    run = Path(checkpoints) if checkpoints is not None else Path(out).with_name(f"{Path(out).name}-checkpoints")
-    _check_run(run, Path(out), resume, recipe)
-    return run
+def training_config(config: TrainConfig | None, recipe: AdaptConfig | None, data_config: DataConfig) -> TrainConfig:
+    """The config with what follows from the recipe; refused where it says otherwise than the others."""
+    if config is None:
+        config = TrainConfig(learning_rate=default_learning_rate(recipe), batch_size=data_config.batch_size)
+    require(config, TrainConfig)
+    if data_config.batch_size not in (DataConfig.batch_size, config.batch_size):
+        raise HfGrowError(
+            f"The DataConfig has batch_size={data_config.batch_size}, the TrainConfig {config.batch_size}: "
+            "give it to the TrainConfig alone."
+        )
+    if recipe is None:
+        return config
+    if config.train not in (TrainConfig.train, recipe.train):
+        raise HfGrowError(f"train='{config.train}' has no meaning with method='{recipe.method}': leave it out.")
+    return replace(config, train=recipe.train)
 
 
-def _check_run(folder: Path, out: Path, resume: bool, recipe: AdaptConfig | None) -> None:
+def check_checkpoints(folder: Path, out: Path, resume: bool, recipe: AdaptConfig | None) -> None:
+    """Refuse a folder of checkpoints where the run cannot keep its own, or from which it cannot go on."""
     if out.resolve() in (folder.resolve(), *folder.resolve().parents):
         raise HfGrowError("The model and the checkpoints must go to different folders, none inside the other.")
     if not folder.exists():
         return
     if not folder.is_dir():
         raise HfGrowError(f"{folder} is a file; name a folder for checkpoints.")
-    found, started = checkpoints_in(folder), (folder / START).is_dir()
-    if found and not resume:
+    kept, started = checkpoints_in(folder), (folder / START).is_dir()
+    if kept and not resume:
         raise HfGrowError(f"{folder} holds checkpoints of a run: resume it, or choose another folder for checkpoints.")
-    if resume and (found or started) and started != (recipe is not None):
+    if resume and (kept or started) and started != (recipe is not None):
         method = "full" if recipe is None else recipe.method
         raise HfGrowError(f"{folder} is not a whole run of the method {method}: choose the same, or start anew.")
-    if resume and not found and not started and any(place.is_file() for place in folder.iterdir()):
+    if resume and not kept and not started and any(place.is_file() for place in folder.iterdir()):
         raise HfGrowError(f"{folder} holds no run to resume: name the folder of its checkpoints.")
 
 
-def load_rows(
-    data: str, wanted: DataConfig, evaluation: Evaluation, tokenizer: Any, model: Any
-) -> tuple[Sequences, Any]:
-    """Sequences to train on, and rows to evaluate on, if any."""
+def load_rows(data: str, wanted: DataConfig, evaluation: Evaluation, tokenizer: Any, model: Any) -> Rows:
+    """The sequences of the data, and those to evaluate on, as the user wants."""
     sequences = load_sequences(data, tokenizer, model, config=wanted)
     if evaluation.data or evaluation.split:
         split, most = evaluation.split or wanted.split, evaluation.max_sequences
         other = replace(wanted, split=split, max_sequences=most, shuffle_buffer=None)
-        return sequences, load_sequences(evaluation.data or data, tokenizer, model, config=other).rows
+        others = load_sequences(evaluation.data or data, tokenizer, model, config=other)
+        return Rows(sequences.rows, others.rows, sequences.collate)
     if not evaluation.held_out:
-        return sequences, None
-    rows, held_out = split_rows(sequences.rows, evaluation.held_out, wanted.seed)
-    kept = [held_out[number] for number in range(min(len(held_out), evaluation.max_sequences))]
-    return replace(sequences, rows=rows), kept
-
-
-def _result(
-    trainer: GrowthTrainer, done: TrainResult, recipe: AdaptConfig | None, before: float | None, out: Path, run: Path
-) -> FinetuneResult:
-    learning = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
-    events = done.reports
-    if recipe is not None:
-        # The model grew once, before the trainer got it.
-        learning = trainable_parameters(trainer.model)
-        events = trainer.inner.growth_history["events"][-1:] if recipe.grows else []
-    kept = ("training_step", "parameters_added", "loss_before", "loss_after", "form")
-    return FinetuneResult(
-        model=trainer.model,
-        parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
-        trainable_parameters=learning,
-        growth=[{name: event.get(name, 0) for name in kept} for event in events],
-        loss=done.loss,
-        eval_before=before,
-        eval_after=done.eval_loss,
-        steps=done.steps,
-        seconds=done.seconds,
-        out=str(out),
-        checkpoints=str(run),
-    )
+        return Rows(sequences.rows, None, sequences.collate)
+    training, held_out = split_rows(sequences.rows, evaluation.held_out, wanted.seed)
+    judging = [held_out[number] for number in range(min(len(held_out), evaluation.max_sequences))]
+    return Rows(training, judging, sequences.collate)

@@ -238,8 +238,8 @@ def directions(
     if metric == "none":
         unwhitened = query.gram @ query.weights(matrix) @ key.factor.mT @ key.gram
         return balanced(*grouped_svd(unwhitened, groups, rank))
-    found = balanced(*grouped_svd(matrix, groups, rank))
-    return Directions(query.weights(found.query), key.weights(found.key))
+    factors = balanced(*grouped_svd(matrix, groups, rank))
+    return Directions(query.weights(factors.query), key.weights(factors.key))
 
 
 def balanced(left: Tensor, values: Tensor, right: Tensor) -> Directions:
@@ -248,12 +248,12 @@ def balanced(left: Tensor, values: Tensor, right: Tensor) -> Directions:
     return Directions(left * repeat_groups(roots, left.shape[0]), right * roots)
 
 
-def first_order_gains(gradient: Tensor, found: Directions) -> Tensor:
+def first_order_gains(gradient: Tensor, change: Directions) -> Tensor:
     """How much a unit step along each direction lowers the loss, to first order: (heads, rank).
 
     With a gradient from other data than the one that chose the directions, the gain is unbiased.
     """
-    return (found.query * (gradient @ repeat_groups(found.key, found.query.shape[0]))).sum(1)
+    return (change.query * (gradient @ repeat_groups(change.key, change.query.shape[0]))).sum(1)
 
 
 def value_directions(gradient: Tensor, pattern_factor: Tensor, rank: int, groups: int) -> tuple[Tensor, Tensor]:
@@ -282,17 +282,17 @@ def value_gains(gradient: Tensor, value: Tensor, output: Tensor) -> Tensor:
     return ((repeat_groups(value, output.shape[0]).mT @ gradient) * output).sum(2)
 
 
-def score_change_norm(found: Directions, query_gram: Tensor, key_gram: Tensor) -> Tensor:
+def score_change_norm(change: Directions, query_gram: Tensor, key_gram: Tensor) -> Tensor:
     """‖X_q D X_kᵀ‖ of a unit step for each head, when both grams belong to one sequence: (heads,)."""
-    query = found.query.mT @ query_gram @ found.query
-    key = repeat_groups(found.key.mT @ key_gram @ found.key, found.query.shape[0])
+    query = change.query.mT @ query_gram @ change.query
+    key = repeat_groups(change.key.mT @ key_gram @ change.key, change.query.shape[0])
     return (query * key).sum((-2, -1)).clamp(min=0).sqrt()
 
 
-def new_columns(found: Directions, step: float, scaling: float) -> tuple[Tensor, Tensor]:
+def new_columns(change: Directions, step: float, scaling: float) -> tuple[Tensor, Tensor]:
     """Query and key weights whose scores, times the model's scaling, change by −step · query keyᵀ."""
     size = (step / abs(scaling)) ** 0.5
-    return -size * found.query * (1 if scaling > 0 else -1), size * found.key
+    return -size * change.query * (1 if scaling > 0 else -1), size * change.key
 
 
 def refactor(
@@ -317,9 +317,9 @@ def refactor(
     query_inverse, key_inverse = (symmetric_power(gram, -0.5, cutoff) for gram in (query_gram, key_gram))
     wanted = scaling * query_weights @ repeat_groups(key_weights, heads).mT
     wanted = wanted - step * change.query @ repeat_groups(change.key, heads).mT
-    found = balanced(*grouped_svd(query_root @ wanted @ key_root, groups, columns))
+    factors = balanced(*grouped_svd(query_root @ wanted @ key_root, groups, columns))
     size = abs(scaling) ** -0.5
-    return size * (1 if scaling > 0 else -1) * (query_inverse @ found.query), size * (key_inverse @ found.key)
+    return size * (1 if scaling > 0 else -1) * (query_inverse @ factors.query), size * (key_inverse @ factors.key)
 
 
 def plain_step(

@@ -37,9 +37,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import hf_grow
 from hf_grow import CollectConfig, GrowthConfig, NewWeights
-from hf_grow.base import has_grown
-from hf_grow.blocks import read_blocks
 from hf_grow.modeling.growable_attention import attention_sites
+from hf_grow.surgery.base import has_grown
+from hf_grow.surgery.blocks import read_blocks
 
 GROWING = ("argparse", "dataclasses", "inspect", "shutil", "tarfile", "tempfile", "threading", "zipfile")
 CHOOSING = ("configparser", "ftplib", "textwrap")

@@ -39,11 +39,11 @@ from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_grow import CollectConfig, GrowthConfig, collect_statistics, make_growable, plan_growth
-from hf_grow.exact import collect_sums
-from hf_grow.observe import input_sizes
-from hf_grow.passes import Batch, Passes, growable_sites
-from hf_grow.probes import collect_grams, output_products, score_products
-from hf_grow.sketch import ENERGY_PROBES
+from hf_grow.measuring.exact import collect_sums
+from hf_grow.measuring.probes import collect_grams, output_products, score_products
+from hf_grow.measuring.sketch_scores import ENERGY_PROBES
+from hf_grow.running.passes import Batch, Passes, growable_sites
+from hf_grow.surgery.place import input_sizes
 
 COLUMNS = 8
 SEARCHED = COLUMNS + CollectConfig().oversampling

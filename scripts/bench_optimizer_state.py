@@ -33,9 +33,9 @@ from transformers import AutoTokenizer
 
 import hf_grow
 from hf_grow import CollectConfig, GrowthConfig, NewWeights
-from hf_grow.base import new_entries
 from hf_grow.cli.demo import OTHER_MODULES, TRAINING_MODULES, loss_on, read_blocks
 from hf_grow.modeling.growable_attention import attention_sites
+from hf_grow.surgery.base import new_entries
 
 TABLES = ("carry", "variance", "multiplier")
 FORMS = {"stepped": None, "preserving": 0.0}

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 import hf_grow
 from hf_grow import CollectConfig, GrowthConfig
-from hf_grow.passes import Passes
+from hf_grow.running.passes import Passes
 
 Batches = list[dict[str, torch.Tensor]]
 console = Console()

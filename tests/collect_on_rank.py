@@ -5,11 +5,10 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
-from models import causal_model
+from models import KINDS, causal_model
 from test_collect import labelled, sequences_of
 
 from hf_grow import CollectConfig, collect_statistics, make_growable
-from hf_grow.config import KINDS
 
 if __name__ == "__main__":
     folder, collection, size, held_out = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
@@ -18,7 +17,7 @@ if __name__ == "__main__":
     model = make_growable(causal_model("llama")).double()
     share = sequences_of(labelled(model, size=size))[accelerator.process_index :: accelerator.num_processes]
     config = CollectConfig(collection=collection, kinds=KINDS, columns=2, value_columns=2, held_out=held_out)
-    found = collect_statistics(model, share, config, accelerator=accelerator)
-    found.save(folder / f"{accelerator.num_processes}-{accelerator.process_index}.safetensors")
+    statistics = collect_statistics(model, share, config, accelerator=accelerator)
+    statistics.save(folder / f"{accelerator.num_processes}-{accelerator.process_index}.safetensors")
     # Threads of a process group that is still there may abort the process when it ends.
     PartialState().destroy_process_group()

@@ -9,7 +9,7 @@ from models import causal_model
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_grow import add_heads, make_growable, widen_query_key
-from hf_grow.distributed import rewrap, wrappers_of
+from hf_grow.training.distributed import rewrap, wrappers_of
 
 
 def sequences(rows):

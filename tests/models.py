@@ -5,9 +5,11 @@ from typing import Any
 import torch
 
 from hf_grow import add_heads, widen_query_key, widen_value
-from hf_grow.families import FAMILIES
+from hf_grow.growth import kinds
+from hf_grow.surgery.families import FAMILIES
 
 VOCABULARY = 96
+KINDS = tuple(kinds.KINDS)
 SIZES = {
     "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 1},
     "bert": {

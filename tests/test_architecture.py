@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_grow.families import FAMILIES
+from hf_grow.surgery.families import FAMILIES
 
 PACKAGE = Path(__file__).parents[1] / "hf_grow"
 # Each may import those before it, and files of its own rank.
@@ -20,14 +20,16 @@ RANKS = [
     {"adapt_config", "train_config", "feed", "data", "sequences"},
     {"structure", "growth", "probes", "estimators"},
     {"line_search", "collector", "proposal"},
-    {"calibrate", "exact", "sketch", "plan"},
+    {"calibrate", "exact", "sketch", "sketch_circuits", "sketch_scores", "plan"},
     {"collect"},
     {"insert"},
     {"schedule", "distributed"},
-    {"training_setup"},
+    {"training_setup", "training_checks", "wrapping"},
     {"callback", "resume"},
     {"growth_file", "checkpoint", "figures", "html_report"},
     {"run_state", "recipe"},
+    {"prepared_run"},
+    {"run"},
     {"trainer"},
     {"finetuning"},
     {"cli", "__init__", "__main__"},
@@ -56,6 +58,51 @@ def test_imports_point_one_way():
         for name in imports(file):
             if name.startswith("hf_grow."):
                 assert rank(name.split(".")[1]) <= here, f"{file.name} imports {name}"
+
+
+# Still to be mended; this set is to vanish.
+BORN_LATE = {("SketchCollector", "grams"), ("SketchCollector", "all_sides")}
+
+
+def classes():
+    """All classes outside of modeling, which follows transformers."""
+    for file in PACKAGE.rglob("*.py"):
+        if "modeling" not in file.parts:
+            yield from (node for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.ClassDef))
+
+
+def own_attributes(method):
+    """The attributes of itself that a method assigns."""
+    for node in ast.walk(method):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
+            yield from [node.attr] if node.value.id == "self" else []
+
+
+def given_at_birth(class_node):
+    """The attributes that an object has once it is made: fields, and what the constructor assigns."""
+    for node in class_node.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+        elif isinstance(node, ast.Assign):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.FunctionDef) and node.name in ("__init__", "__post_init__"):
+            yield from own_attributes(node)
+
+
+def test_objects_are_whole_from_the_start():
+    """No attribute is born in a method other than the constructor, of the class or of one it inherits from."""
+    known = {node.name: node for node in classes()}
+    late = set()
+    for node in known.values():
+        lineage, born = [node], set()
+        while lineage:
+            ancestor = lineage.pop()
+            born |= set(given_at_birth(ancestor))
+            lineage += [known[base.id] for base in ancestor.bases if isinstance(base, ast.Name) and base.id in known]
+        methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+        assigned = {name for method in methods for name in own_attributes(method)}
+        late |= {(node.name, name) for name in assigned - born}
+    assert len(known) > 40 and not late - BORN_LATE
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)

@@ -1,13 +1,16 @@
 """`finetune` in Python: the command line's work in one call. What it trains and saves is tested there."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_cli_finetune import BUDGET, LENGTH, data, loss_on  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_grow
-from hf_grow import AdaptConfig, Evaluation, GrowthConfig, GrowthSchedule, TrainConfig
+from hf_grow import AdaptConfig, Evaluation, GrowthConfig, GrowthSchedule, TrainConfig, finetuning
 from hf_grow.data import DataConfig
+from hf_grow.finetuning import training_config
 
 
 @pytest.fixture
@@ -55,15 +58,49 @@ def test_lora_is_merged_into_the_model_that_is_saved(start):
     assert found.keys() == saved.keys() and all(torch.equal(value, saved[name]) for name, value in found.items())
 
 
+def test_what_the_user_says_of_training_holds_without_a_recipe(start):
+    events = {"growth": GrowthConfig(columns=2), "schedule": GrowthSchedule(at=(0,), sequences=8)}
+    settings = replace(start["config"], train="new")
+    result = hf_grow.finetune(**{**start, "config": settings}, **events)
+    layers, heads, columns, inputs = 4, 8, 2, 129
+    assert result.trainable_parameters == layers * heads * columns * inputs * 2
+    stock = hf_grow.small_model().transformer.wte.weight
+    assert torch.equal(hf_grow.load_grown(start["out"]).transformer.wte.weight, stock)
+
+
+def test_without_a_config_training_follows_from_the_recipe_and_the_data():
+    data_config, recipe = DataConfig(batch_size=3), AdaptConfig()
+    wanted = TrainConfig(batch_size=3, learning_rate=3e-3, train="new")
+    assert training_config(None, recipe, data_config) == wanted
+    assert training_config(None, None, data_config) == TrainConfig(batch_size=3)
+    assert training_config(TrainConfig(learning_rate=1e-5), recipe, DataConfig()).learning_rate == 1e-5
+
+
+def test_one_trainer_does_all(start, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        finetuning, "GrowthTrainer", lambda *given, **more: made.append(more) or hf_grow.GrowthTrainer(*given, **more)
+    )
+    hf_grow.finetune(**start, recipe=AdaptConfig(method="lora", budget=BUDGET))
+    assert len(made) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"recipe": AdaptConfig(), "growth": GrowthConfig(columns=1)}, "leave growth and schedule out"),
         ({"growth_only": True}, "leave growth_only out"),
         ({"growth": GrowthConfig(columns=1)}, "needs growth=GrowthConfig"),
+        ({"data_config": DataConfig(length=LENGTH, batch_size=2)}, "has batch_size=2, the TrainConfig 4"),
+        (
+            {"recipe": AdaptConfig(method="lora"), "config": TrainConfig(train="new")},
+            "train='new' has no meaning with method='lora'",
+        ),
+        ({"config": TrainConfig(train="new")}, "train='new' needs something new"),
+        ({"config": {"steps": 3}}, "Give a TrainConfig"),
     ],
 )
 def test_what_does_not_go_together_is_refused(start, options, message, tmp_path):
     with pytest.raises(hf_grow.HfGrowError, match=message):
-        hf_grow.finetune(**start, **options)
+        hf_grow.finetune(**{**start, **options})
     assert not any(tmp_path.iterdir())

@@ -42,10 +42,10 @@ def find(gradient, gram, rank, groups=1, metric="whitened", **kwargs):
     return linalg.directions(whitened, query, key, rank, groups=groups, metric=metric)
 
 
-def decrease_per_norm(found, gradient, gram):
+def decrease_per_norm(change, gradient, gram):
     """First-order decrease for a score change of norm one, all heads together."""
-    norm = linalg.score_change_norm(found, gram, gram).square().sum().sqrt()
-    return float(linalg.first_order_gains(gradient, found).sum() / norm)
+    norm = linalg.score_change_norm(change, gram, gram).square().sum().sqrt()
+    return float(linalg.first_order_gains(gradient, change).sum() / norm)
 
 
 @settings(max_examples=40, deadline=None)
@@ -64,7 +64,7 @@ def test_the_whitened_step_beats_the_other_truncations(seed, power, rank):
 def test_the_whitened_step_is_what_a_brute_force_optimiser_finds(rank, condition):
     states, gradient, gram = instance(3, condition, heads=1)
     best = decrease_per_norm(find(gradient, gram, rank), gradient, gram)
-    found = 0.0
+    reached = 0.0
     for start in range(4):
         left, right = (draw(6, rank, seed=10 * start + side).requires_grad_() for side in (1, 2))
         optimizer = torch.optim.LBFGS(
@@ -79,9 +79,9 @@ def test_the_whitened_step_is_what_a_brute_force_optimiser_finds(rank, condition
             return value
 
         optimizer.step(loss)
-        found = max(found, -loss().item())
-    assert found <= best * (1 + 1e-6)
-    assert found >= best * (1 - 1e-3)
+        reached = max(reached, -loss().item())
+    assert reached <= best * (1 + 1e-6)
+    assert reached >= best * (1 - 1e-3)
 
 
 def test_at_full_rank_whitened_and_euclidean_agree():
@@ -94,31 +94,31 @@ def test_at_full_rank_whitened_and_euclidean_agree():
 
 def test_gains_are_squared_singular_values_of_the_whitened_gradient():
     _, gradient, gram = instance(7)
-    found = find(gradient, gram, 3, groups=2)
+    change = find(gradient, gram, 3, groups=2)
     root = linalg.symmetric_power(gram, -0.5, 1e-14)
     values = torch.linalg.svdvals(root @ gradient @ root)[:, :3]
-    assert torch.allclose(linalg.first_order_gains(gradient, found), values**2, rtol=1e-8)
+    assert torch.allclose(linalg.first_order_gains(gradient, change), values**2, rtol=1e-8)
 
 
 def test_a_group_shares_its_key_columns_in_the_best_way():
     _, gradient, gram = instance(9, heads=4)
-    found = find(gradient, gram, 2, groups=2)
-    assert found.query.shape == (4, 6, 2) and found.key.shape == (2, 6, 2)
+    change = find(gradient, gram, 2, groups=2)
+    assert change.query.shape == (4, 6, 2) and change.key.shape == (2, 6, 2)
     root = linalg.symmetric_power(gram, -0.5, 1e-14)
     whitened = root @ gradient @ root
     for group in range(2):
         stacked = torch.cat((whitened[2 * group], whitened[2 * group + 1]))
         values = torch.linalg.svdvals(stacked)[:2]
-        gains = linalg.first_order_gains(gradient, found)[2 * group : 2 * group + 2].sum(0)
+        gains = linalg.first_order_gains(gradient, change)[2 * group : 2 * group + 2].sum(0)
         assert torch.allclose(gains, values**2, rtol=1e-8)
 
 
 def test_new_columns_change_the_scores_by_the_step():
     states, gradient, gram = instance(11)
-    found = find(gradient, gram, 2, groups=2)
-    query, key = linalg.new_columns(found, step=0.3, scaling=0.25)
+    change = find(gradient, gram, 2, groups=2)
+    query, key = linalg.new_columns(change, step=0.3, scaling=0.25)
     added = 0.25 * (states @ query) @ (states @ key).mT
-    assert torch.allclose(added, -0.3 * states @ found.query @ found.key.mT @ states.T)
+    assert torch.allclose(added, -0.3 * states @ change.query @ change.key.mT @ states.T)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -131,13 +131,13 @@ def test_the_bottleneck_is_what_training_the_present_columns_cannot_reach(groups
     left, right = linalg.side(identity, identity, query, groups), linalg.side(identity, identity, key)
     rest = linalg.whiten(whitened, left, right)
     reached = []
-    for kind, count in (("query", heads), ("key", groups)):
+    for role, count in (("query", heads), ("key", groups)):
         for owner in range(count):
             for place in range(size * columns):
                 unit = torch.zeros(count, size, columns, dtype=torch.float64)
                 unit[owner].view(-1)[place] = 1
                 keys, change = linalg.repeat_groups(key, heads), linalg.repeat_groups(unit, heads)
-                product = unit @ keys.mT if kind == "query" else query @ change.mT
+                product = unit @ keys.mT if role == "query" else query @ change.mT
                 reached.append(product.flatten())
     basis = torch.stack(reached, dim=1)
     solution = torch.linalg.lstsq(basis, whitened.flatten()[:, None], driver="gelsd").solution
@@ -148,11 +148,11 @@ def test_directions_of_the_bottleneck_avoid_the_present_columns():
     _, gradient, gram = instance(13)
     present = draw(2, 6, 2, seed=4), draw(2, 6, 2, seed=5)
     for metric in linalg.METRICS:
-        found = find(gradient, gram, 2, groups=2, metric=metric, present=present)
-        assert torch.isfinite(found.query).all() and torch.isfinite(found.key).all()
-    found = find(gradient, gram, 2, groups=2, present=present)
-    assert (linalg.first_order_gains(gradient, found) > 0).all()
-    overlap = found.query.mT @ gram @ present[0]
+        change = find(gradient, gram, 2, groups=2, metric=metric, present=present)
+        assert torch.isfinite(change.query).all() and torch.isfinite(change.key).all()
+    change = find(gradient, gram, 2, groups=2, present=present)
+    assert (linalg.first_order_gains(gradient, change) > 0).all()
+    overlap = change.query.mT @ gram @ present[0]
     assert overlap.abs().max() < 1e-8
 
 
@@ -216,8 +216,8 @@ def test_all_inverses_agree_on_full_rank_input():
     for method in linalg.INVERSES:
         # Newton–Schulz always has a small ridge, which bounds the number of steps it needs.
         tolerance = 1e-4 if method == "newton_schulz" else 1e-7
-        found = linalg.inverse(gram, method, cutoff=1e-10)
-        assert (found - exact).norm() <= tolerance * exact.norm(), method
+        inverse = linalg.inverse(gram, method, cutoff=1e-10)
+        assert (inverse - exact).norm() <= tolerance * exact.norm(), method
         factor = linalg.whitening(gram, method, cutoff=1e-10)
         assert (factor @ factor.mT - exact).norm() <= tolerance * exact.norm(), method
         assert (factor.mT @ gram @ factor - torch.eye(6, dtype=torch.float64)).abs().max() <= tolerance, method
@@ -231,8 +231,8 @@ def test_columns_do_not_depend_on_how_grams_are_inverted(method):
     _, gradient, gram = instance(29)
     present = draw(2, 6, 2, seed=4), draw(2, 6, 2, seed=5)
     expected = find(gradient, gram, 2, groups=2, present=present)
-    found = find(gradient, gram, 2, groups=2, present=present, method=method, cutoff=1e-10)
-    product, wanted = found.query @ found.key.mT, expected.query @ expected.key.mT
+    change = find(gradient, gram, 2, groups=2, present=present, method=method, cutoff=1e-10)
+    product, wanted = change.query @ change.key.mT, expected.query @ expected.key.mT
     assert (product - wanted).norm() <= 1e-5 * wanted.norm()
 
 
@@ -267,7 +267,7 @@ def test_value_columns_are_what_a_brute_force_optimiser_finds(groups):
     assert float(linalg.value_gains(gradient, value, output).sum()) == pytest.approx(
         float((gradient * (linalg.repeat_groups(value, heads) @ output)).sum())
     )
-    found = 0.0
+    reached = 0.0
     for start in range(3):
         parts = [draw(*part.shape, seed=40 + start).requires_grad_() for part in (value, output)]
         optimizer = torch.optim.LBFGS(parts, max_iter=2000, line_search_fn="strong_wolfe", tolerance_change=1e-14)
@@ -279,9 +279,9 @@ def test_value_columns_are_what_a_brute_force_optimiser_finds(groups):
             return result
 
         optimizer.step(loss)
-        found = max(found, -loss().item())
-    assert found <= best * (1 + 1e-6)
-    assert found >= best * (1 - 1e-2)
+        reached = max(reached, -loss().item())
+    assert reached <= best * (1 + 1e-6)
+    assert reached >= best * (1 - 1e-2)
 
 
 def test_rank_deficient_grams_give_finite_results_or_a_refusal():
@@ -293,8 +293,8 @@ def test_rank_deficient_grams_give_finite_results_or_a_refusal():
     with pytest.raises(HfGrowError, match="not of full rank"):
         linalg.inverse(torch.zeros(3, 3), "solve")
     gradient = draw(2, 6, 6, seed=2)
-    found = find(states.T @ draw(2, 3, 3, seed=3) @ states, gram, 5, groups=2, cutoff=1e-6)
-    assert torch.isfinite(found.query).all() and torch.isfinite(found.key).all()
+    change = find(states.T @ draw(2, 3, 3, seed=3) @ states, gram, 5, groups=2, cutoff=1e-6)
+    assert torch.isfinite(change.query).all() and torch.isfinite(change.key).all()
     nothing = find(gradient * 0, gram * 0, 2, groups=2, present=(gradient[..., :2],) * 2)
     assert not nothing.query.any() and torch.isfinite(nothing.key).all()
 
@@ -305,20 +305,20 @@ def test_newton_schulz_agrees_with_eigh(condition, dtype):
     _, _, gram = instance(25, condition)
     batched = torch.stack((gram, 3 * gram)).to(dtype)
     expected = linalg.symmetric_power(batched.double(), -0.5, cutoff=0.0, ridge=1e-5)
-    found = linalg.inverse_root_newton_schulz(batched, ridge=1e-5).double()
+    root = linalg.inverse_root_newton_schulz(batched, ridge=1e-5).double()
     tolerance = 1e-9 if dtype == torch.float64 else 1e-2
-    assert (found - expected).norm() <= tolerance * expected.norm()
+    assert (root - expected).norm() <= tolerance * expected.norm()
 
 
 def test_the_exact_step_solves_its_equation():
     sequences = [inputs_with_condition(9, 4, 30.0, seed) for seed in range(3)]
     grams = torch.stack([states.T @ states for states in sequences])
     gradients = torch.stack([states.T @ draw(2, 9, 9, seed=9) @ states for states in sequences])
-    found = linalg.exact_step(gradients, grams, grams, ridge=1e-10)
+    step = linalg.exact_step(gradients, grams, grams, ridge=1e-10)
     dense = sum(torch.kron(gram, gram) for gram in grams)
     for head in range(2):
         expected = torch.linalg.solve(dense, gradients.sum(0)[head].flatten())
-        assert torch.allclose(found[head].flatten(), expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max()))
+        assert torch.allclose(step[head].flatten(), expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max()))
 
 
 def test_conjugate_gradients_stop_at_a_zero_right_side():

@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from models import causal_model
-from training import make_trainer, token_rows
+from runs import make_trainer, token_rows
 
-import hf_grow.folders
-import hf_grow.insert
-import hf_grow.run_state
-import hf_grow.trainer
+import hf_grow.files
+import hf_grow.growth.insert
+import hf_grow.training.run
+import hf_grow.training.run_state
 
 
 def die():
@@ -63,14 +63,14 @@ def arm(trainer, moment):
     """Have the process die at a moment such as saving:6."""
     what, step = moment.split(":")[0], int(moment.split(":")[1])
     places = {
-        "training": (trainer, "_clip", False),
-        "collecting": (hf_grow.insert, "collect_statistics", True),
-        "inserting": (hf_grow.insert, "commit", False),
-        "inserted": (hf_grow.insert, "commit", True),
-        "saving": (hf_grow.run_state.torch, "save", False),
-        "saved": (hf_grow.folders, "_flush", True),
-        "removing": (hf_grow.run_state.shutil, "rmtree", False),
-        "removed": (hf_grow.trainer, "save_run", True),
+        "training": (hf_grow.training.run.Run, "clip", False),
+        "collecting": (hf_grow.growth.insert, "collect_statistics", True),
+        "inserting": (hf_grow.growth.insert, "commit", False),
+        "inserted": (hf_grow.growth.insert, "commit", True),
+        "saving": (hf_grow.training.run_state.torch, "save", False),
+        "saved": (hf_grow.files, "_flush", True),
+        "removing": (hf_grow.training.run_state.shutil, "rmtree", False),
+        "removed": (hf_grow.training.run, "save_run", True),
     }
     module, name, after = places[what]
     original = getattr(module, name)

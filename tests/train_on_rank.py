@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from models import causal_model
+from runs import interrupted_at, make_trainer, token_rows, with_method, without_dropout
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from training import interrupt, make_trainer, token_rows, without_dropout
 
 from hf_grow import CollectConfig, GrowthConfig, GrowthSchedule
-from hf_grow.base import base_hash
-from hf_grow.sharding import whole_copy
+from hf_grow.surgery.base import base_hash
+from hf_grow.training.run import Run
 
 # All sequences choose: which ones judge depends on how they are shared.
 COLLECT = CollectConfig(products=2, oversampling=1)
@@ -60,7 +60,8 @@ def trainer_of(run, sharded, folder=None, eval_rows=5, **changes):
 
 def outcome(trainer, result=None):
     """What a run came to, on this process."""
-    model = trainer.model if trainer._skeleton is None else whole_copy(trainer.model, trainer._skeleton)
+    stage = trainer._stage
+    model = stage.wrapper.whole() if isinstance(stage, Run) else stage.model
     values = {} if result is None else {"history": result.history, "reports": result.reports}
     return {
         "weights": {name: value.detach().clone() for name, value in model.state_dict().items()},
@@ -76,24 +77,22 @@ def complete(run, sharded):
     """A whole run, with its weights at the start and after the first growth."""
     trainer = trainer_of(run, sharded)
     start = outcome(trainer)
-    grown, grow = [], trainer._grow
+    grown = []
 
-    def watched():
+    def watched(_, grow):
         done = grow()
         grown.append(outcome(trainer)["weights"])
         return done
 
-    trainer._grow = watched
-    result = trainer.train()
+    with with_method("grow", watched):
+        result = trainer.train()
     return {"start": start, "grown": grown, **outcome(trainer, result), "evaluated": trainer.evaluate()}
 
 
 def stopped(folder, sharded):
     """A run that ends in its fifth step, after growth and a checkpoint, and is taken up by as many processes."""
     trainer = trainer_of(RUNS["plain"], sharded, folder / STOPPED, save_every=2)
-    clip = trainer._clip
-    trainer._clip = lambda: interrupt() if trainer.state.step == 4 else clip()
-    with suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt), interrupted_at(4):
         trainer.train()
     state = PartialState()
     state.wait_for_everyone()
@@ -125,13 +124,13 @@ if __name__ == "__main__":
     state = PartialState(cpu=True)
     sharded = form == "fsdp"
     if form in ("alone", "ddp", "fsdp"):
-        found = {name: complete(run, sharded) for name, run in RUNS.items()}
+        outcomes = {name: complete(run, sharded) for name, run in RUNS.items()}
     if form in ("ddp", "fsdp"):
-        found["again"] = stopped(folder / form, sharded)
+        outcomes["again"] = stopped(folder / form, sharded)
     if form == "ddp":
-        found["odd"] = odds(folder / form)
+        outcomes["odd"] = odds(folder / form)
     if form == "resume":
         # Written by two, read by one that is not sharded.
-        found = {other: taken_up(folder / other / STOPPED, False) for other in ("ddp", "fsdp")}
-    torch.save(found, folder / f"{form}-{state.process_index}.pt")
+        outcomes = {other: taken_up(folder / other / STOPPED, False) for other in ("ddp", "fsdp")}
+    torch.save(outcomes, folder / f"{form}-{state.process_index}.pt")
     state.destroy_process_group()

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Sequence
 
 import typer
 from rich.markup import escape
@@ -25,11 +26,11 @@ app.command("push")(push.push)
 app.command("demo")(demo.demo)
 
 
-def main() -> None:
-    """Run the command line; bad input ends with one sentence and exit code 2."""
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the command line, with these words or those it was given; bad input ends with a sentence and exit code 2."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
-        app()
+        app(words)
     except HfGrowError as error:
         errors.print(f"[red]Error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
         sys.exit(2)

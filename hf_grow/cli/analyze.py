@@ -5,63 +5,38 @@ from typing import Annotated
 
 import typer
 
-from hf_grow.checkpoint import check_out_folder
 from hf_grow.cli import options
+from hf_grow.cli.config_options import Fields, configs_as_options
 from hf_grow.cli.loading import load_model, load_tokenizer, short_name
 from hf_grow.cli.output import console, print_facts, print_json, print_table, say, to_json
-from hf_grow.collect import collect_statistics
-from hf_grow.config import KINDS, CollectConfig
 from hf_grow.data import DataConfig, load_batches
 from hf_grow.errors import HfGrowError
-from hf_grow.html_report import HTML_FILE, reading, statistics_facts, statistics_table, write_bytes, write_report
-from hf_grow.statistics import Statistics
+from hf_grow.files import write_bytes
+from hf_grow.growth.kinds import KINDS
+from hf_grow.growth.pipeline import prepare_growth
+from hf_grow.measuring.config import CollectConfig
+from hf_grow.measuring.statistics import Statistics
+from hf_grow.reporting.html_report import HTML_FILE, reading, statistics_facts, statistics_table, write_report
+from hf_grow.saving.checkpoint import check_out_folder
 
 
+@configs_as_options
 def analyze(
     model: options.Model,
     data: options.Data,
-    kinds: Annotated[str, typer.Option(help="What may grow: any of these, with commas.")] = ",".join(KINDS),
-    columns: Annotated[int, typer.Option(help="Query/key columns to look for, per head.")] = CollectConfig.columns,
-    value_columns: Annotated[
-        int, typer.Option(help="Value columns to look for, per head.")
-    ] = CollectConfig.value_columns,
+    collect: Annotated[CollectConfig, Fields(hide=("max_batches",), defaults={"kinds": tuple(KINDS)})],
+    data_config: Annotated[DataConfig, options.MEASURED_DATA],
     out: Annotated[Path | None, typer.Option(help="Write the numbers, figures and report.html to this folder.")] = None,
     overwrite: options.Overwrite = False,
     as_json: options.AsJson = False,
     revision: options.Revision = None,
     device: options.Device = None,
-    split: options.Split = DataConfig.split,
-    text_column: options.TextColumn = None,
-    label_column: options.LabelColumn = None,
-    length: options.Length = None,
-    batch_size: options.BatchSize = DataConfig.batch_size,
-    max_sequences: options.MaxSequences = options.MAX_SEQUENCES,
-    collection: options.Collection = CollectConfig.collection,
-    target: options.Target = CollectConfig.target,
-    metric: options.Metric = CollectConfig.metric,
-    estimator: options.Estimator = CollectConfig.estimator,
-    phases: options.Phases = CollectConfig.phases,
-    ridge: options.Ridge = CollectConfig.ridge,
-    seed: options.Seed = CollectConfig.seed,
 ) -> None:
     """Measure where the attention of a model lacks capacity for some data, and what growth there promises."""
-    config = CollectConfig(
-        collection=collection,
-        kinds=tuple(kind.strip() for kind in kinds.split(",") if kind.strip()),
-        columns=columns,
-        value_columns=value_columns,
-        phases=phases,
-        target=target,
-        metric=metric,
-        estimator=estimator,
-        ridge=ridge,
-        seed=seed,
-    )
-    wanted = DataConfig(split, text_column, label_column, length, batch_size, max_sequences, seed)
     folder = None if out is None else check_analysis_folder(out, overwrite)
     growable = load_model(model, revision, device)
-    batches = load_batches(data, load_tokenizer(model, revision), growable, config=wanted)
-    statistics = collect_statistics(growable, batches, config, progress=True)
+    batches = load_batches(data, load_tokenizer(model, revision), growable, config=data_config)
+    statistics = prepare_growth(growable, batches, collect=collect, progress=True).statistics
     if folder is not None:
         write_analysis(folder, statistics, f"Where {short_name(model)} could grow for {short_name(data)}")
     if as_json:

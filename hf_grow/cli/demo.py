@@ -16,18 +16,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_grow.assets import SMALL_MODEL
-from hf_grow.checkpoint import check_out_folder, save_grown
 from hf_grow.cli.analyze import print_analysis
 from hf_grow.cli.grow import report_files, summary_of
 from hf_grow.cli.options import Overwrite
 from hf_grow.cli.output import console, print_facts, print_table, say
-from hf_grow.collect import collect_statistics, split_batches
-from hf_grow.config import GrowthConfig
 from hf_grow.errors import HfGrowError
-from hf_grow.html_report import HTML_FILE, TextTable, plan_table, report_facts
-from hf_grow.insert import collect_config, insert_growth
-from hf_grow.patch import make_growable
-from hf_grow.plan import plan_growth
+from hf_grow.growth.config import GrowthConfig
+from hf_grow.growth.pipeline import prepare_growth
+from hf_grow.reporting.html_report import HTML_FILE, TextTable, plan_table, report_facts
+from hf_grow.saving.checkpoint import check_out_folder, save_grown
+from hf_grow.surgery.patch import make_growable
 
 PROMPT = "def "
 # The small model learned from Python's help topics; this is the source of Python's library, which it never saw.
@@ -76,18 +74,15 @@ def demo(
 
     console.rule("2. measure: where does attention lack capacity for Python source code?")
     config = GrowthConfig(budget="3%")
-    collect = collect_config(config)
     chosen = training[torch.arange(sequences) * len(training) // sequences]
     batches = [{"input_ids": part, "labels": part} for part in chosen.split(BATCH)]
-    statistics = collect_statistics(model, batches, collect, progress=True)
-    print_analysis(statistics.summary(), "expected decrease of the loss, in sample → held out")
+    prepared = prepare_growth(model, batches, config, progress=True)
+    assert prepared.plan is not None
+    print_analysis(prepared.statistics.summary(), "expected decrease of the loss, in sample → held out")
 
     console.rule("3. grow: 3% more parameters where they promise most")
-    plan = plan_growth(statistics, config)
-    print_table(plan_table(plan.summary()), "the plan, decreases in sample → held out")
-    choosing, judging = split_batches(batches, collect)
-    report = insert_growth(model, plan, judging or choosing, progress=True)
-    summary = summary_of(report, statistics, judging or choosing)
+    print_table(plan_table(prepared.plan.summary()), "the plan, decreases in sample → held out")
+    summary = summary_of(prepared.insert(), prepared)
     print_facts(report_facts(summary))
     losses["after growth"] = loss_on(model, other)
 
@@ -97,7 +92,7 @@ def demo(
     print_comparison(losses, without)
 
     console.rule("5. save, and reload where hf-grow is not installed")
-    files = report_files(statistics, plan, summary, "How the small model grew for Python source code")
+    files = report_files(prepared, summary, "How the small model grew for Python source code")
     save_grown(model, out, tokenizer=tokenizer, overwrite=overwrite, extras=files)
     text, reloaded = reload_elsewhere(out, other[:1])
     equal = torch.equal(logits(model, other[:1]), reloaded)

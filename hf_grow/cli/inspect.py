@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from hf_grow.checkpoint import inspect_checkpoint
 from hf_grow.cli.options import AsJson
 from hf_grow.cli.output import print_json, print_summary
+from hf_grow.saving.checkpoint import inspect_checkpoint
 
 
 def inspect(

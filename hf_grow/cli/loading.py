@@ -4,14 +4,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
 
-from hf_grow.checkpoint import check_loading, clear_errors, load_grown
 from hf_grow.errors import HfGrowError
-from hf_grow.families import FAMILIES, family_of
-from hf_grow.patch import make_growable
+from hf_grow.fields import one_of
+from hf_grow.modeling.growable_model import GrowableModel
+from hf_grow.saving.checkpoint import check_loading, clear_errors, load_grown
+from hf_grow.surgery.families import FAMILIES, family_of
+from hf_grow.surgery.patch import make_growable
+
+# The tasks for which data can be read, see sequences.py.
+TASKS = {
+    "causal": AutoModelForCausalLM,
+    "masked": AutoModelForMaskedLM,
+    "classification": AutoModelForSequenceClassification,
+}
 
 
 def load_model(name: str, revision: str | None = None, device: str | None = None) -> Any:
@@ -28,6 +43,22 @@ def load_model(name: str, revision: str | None = None, device: str | None = None
         return model.to(device)
     except (RuntimeError, AssertionError) as error:
         raise HfGrowError(f"There is no device {device!r} here: use cpu, or leave --device away.") from error
+
+
+def load_for_task(
+    name: str, task: str, *, revision: str | None = None, labels: int | None = None, seed: int = 0
+) -> Any:
+    """A growable model in float32 with the head of a task, which is new where the checkpoint has another or none."""
+    one_of("--task", task, tuple(TASKS))
+    classes = {} if labels is None else {"num_labels": labels}
+    # A new head is random: all processes, and a run that is resumed, must begin with the same.
+    with clear_errors(name), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = TASKS[task].from_pretrained(name, revision=revision, dtype=torch.float32, **classes)
+    if not isinstance(model, GrowableModel):
+        make_growable(model)
+        model.growth_history["base_revision"] = commit_of(name, revision)
+    return model
 
 
 def short_name(name: str) -> str:
@@ -59,8 +90,10 @@ def commit_of(name: str, revision: str | None) -> str | None:
 def load_tokenizer(name: str, revision: str | None) -> Any:
     """The model's tokenizer, None where it has none."""
     files = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-    found = (cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False) for file in files)
-    if not any(found):
+    present = (
+        cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False) for file in files
+    )
+    if not any(present):
         return None
     with clear_errors(f"The tokenizer of {name}"):
         return AutoTokenizer.from_pretrained(name, revision=revision)

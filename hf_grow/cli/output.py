@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hf_grow.html_report import TextTable
-from hf_grow.model_card import describe_event
+from hf_grow.reporting.html_report import TextTable
+from hf_grow.saving.model_card import describe_event
 
 # Files and pipes have no width: wide tables stay whole there.
 console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)

@@ -7,14 +7,14 @@ import torch
 import typer
 from peft import PeftModel
 
-from hf_grow.checkpoint import check_out_folder, save_grown
+from hf_grow.adapting.saved import adapted_parts, load_adapted
 from hf_grow.cli.loading import commit_of, load_model, load_stock, load_tokenizer
 from hf_grow.cli.options import AsJson, Overwrite, Revision
 from hf_grow.cli.output import print_json, print_summary, say
 from hf_grow.errors import HfGrowError
-from hf_grow.growth_file import GROWTH_FOLDER, load_growth, read_growth
-from hf_grow.patch import make_growable
-from hf_grow.recipe import adapted_parts, load_adapted
+from hf_grow.saving.checkpoint import check_out_folder, save_grown
+from hf_grow.saving.growth_file import GROWTH_FOLDER, load_growth, read_growth
+from hf_grow.surgery.patch import make_growable
 
 
 def patch(
@@ -84,10 +84,10 @@ def example_inputs(model: Any) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def outputs(name: str, model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """All tensors a model returns, checked to be numbers."""
-    found = {key: value for key, value in model(**inputs).items() if isinstance(value, torch.Tensor)}
-    if not all(bool(torch.isfinite(value).all()) for value in found.values()):
+    tensors = {key: value for key, value in model(**inputs).items() if isinstance(value, torch.Tensor)}
+    if not all(bool(torch.isfinite(value).all()) for value in tensors.values()):
         raise HfGrowError(f"{name} is damaged: its outputs are not finite.")
-    return found
+    return tensors
 
 
 def largest_difference(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> float:

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from hf_grow.checkpoint import push_grown
 from hf_grow.cli.options import AsJson
 from hf_grow.cli.output import console, print_json
+from hf_grow.saving.checkpoint import push_grown
 
 
 def push(

@@ -158,7 +158,8 @@ class AttentionSite:
         return self.attention.layer_idx
 
     @property
-    def kind(self) -> str:
+    def attention_type(self) -> str:
+        """Either "self", or "cross" where keys and values come from elsewhere."""
         return "cross" if self.attention.is_cross else "self"
 
     def projection(self, path: str) -> Any:
@@ -173,6 +174,20 @@ class AttentionSite:
             while hasattr(projection, "base_layer"):
                 projection = projection.base_layer
             yield projection, roles
+
+
+def layer_entry(name: str, layer: int, attention_type: str, dims: AttentionDims) -> dict[str, Any]:
+    """The place and sizes of an attention module as summaries, plans and reports have them, ready for JSON."""
+    return {
+        "name": name,
+        "layer": layer,
+        "kind": attention_type,
+        "n_heads": dims.num_attention_heads,
+        "n_kv_heads": dims.num_key_value_heads,
+        "query_key_dim": dims.qk_head_dim,
+        "value_dim": dims.v_head_dim,
+        "scaling": dims.scaling,
+    }
 
 
 def attention_sites(model: nn.Module) -> list[AttentionSite]:

@@ -6,7 +6,7 @@ This file travels with every checkpoint, so it imports torch and transformers on
 import copy
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,10 +18,20 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import cached_file
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from .growable_attention import AttentionDims, AttentionSite, attention_sites, install, new_parameters, weight_rows
+from .growable_attention import (
+    AttentionDims,
+    AttentionSite,
+    attention_sites,
+    install,
+    layer_entry,
+    new_parameters,
+    weight_rows,
+)
 
 GROWTH_FILE = "growth.json"
 GROWTH_FORMAT = 1
+# Where the sizes of each type of attention are in a record of sizes, layer by layer.
+RECORD_KEYS = {"self": "layers", "cross": "cross_layers"}
 STOCK_LOAD_REFUSED = (
     "this checkpoint was grown by hf-grow and the stock class would compute something else; "
     "load it with hf_grow.load_grown(path) or AutoModel….from_pretrained(path, trust_remote_code=True)"
@@ -42,27 +52,26 @@ class GrowableConfig:
 
     def record(self, sites: list[AttentionSite]) -> None:
         """Write the sizes of all attention modules into `hf_grow`."""
-        layers: dict[str, list[dict]] = {"layers": [], "cross_layers": []}
-        for site in sorted(sites, key=lambda site: site.layer):
-            layers["cross_layers" if site.kind == "cross" else "layers"].append(asdict(site.attention.dims))
         # A stock config class that reads this file finds its own model_type here, and stops at the next line.
         stock_type = type(self).model_type.removeprefix("growable_")  # type: ignore[attr-defined]
         self.hf_grow = {"model_type": stock_type, "vocab_size": STOCK_LOAD_REFUSED}
-        self.hf_grow |= {name: dims for name, dims in layers.items() if dims}
+        self.hf_grow |= size_record((site, site.attention.dims) for site in sites)
         # transformers then leaves static caches to be sized by the first keys and values they get.
         self.qk_head_dim = max(site.attention.query_key_dim for site in sites)
 
     def recorded(self, sites: list[AttentionSite]) -> list[AttentionDims]:
         """The recorded sizes of all attention modules."""
-        for key, kind in (("layers", "self"), ("cross_layers", "cross")):
-            wanted = sum(site.kind == kind for site in sites)
-            found = len((self.hf_grow or {}).get(key, []))
-            if found != wanted:
-                raise ValueError(f"config.hf_grow['{key}'] has {found} entries for {wanted} {kind}-attention modules.")
+        for attention_type, key in RECORD_KEYS.items():
+            modules = sum(site.attention_type == attention_type for site in sites)
+            entries = len((self.hf_grow or {}).get(key, []))
+            if entries != modules:
+                raise ValueError(
+                    f"config.hf_grow['{key}'] has {entries} entries for {modules} {attention_type}-attention modules."
+                )
         return [self._dims(site) for site in sites]
 
     def _dims(self, site: AttentionSite) -> AttentionDims:
-        key = "cross_layers" if site.kind == "cross" else "layers"
+        key = RECORD_KEYS[site.attention_type]
         layers = (self.hf_grow or {})[key]
         try:
             dims = AttentionDims(**layers[site.layer])
@@ -119,17 +128,8 @@ class GrowableModel:
     def growth_summary(self) -> dict:
         """Sizes and parameters of every attention module, and what was grown so far; ready for JSON."""
         layers = [
-            {
-                "name": site.name,
-                "layer": site.layer,
-                "kind": site.kind,
-                "n_heads": site.attention.n_heads,
-                "n_kv_heads": site.attention.n_kv_heads,
-                "query_key_dim": site.attention.query_key_dim,
-                "value_dim": site.attention.value_dim,
-                "scaling": site.attention.scaling,
-                "parameters": sum(p.numel() for module, _ in site.projections() for p in module.parameters()),
-            }
+            layer_entry(site.name, site.layer, site.attention_type, site.attention.dims)
+            | {"parameters": sum(p.numel() for module, _ in site.projections() for p in module.parameters())}
             for site in attention_sites(self)  # type: ignore[arg-type]
         ]
         return {
@@ -203,6 +203,14 @@ def resize(model: Any, record: dict) -> None:
         for module in (site.attention, *(projection for projection, _ in site.projections())):
             module._is_hf_initialized = True
     model.config.record(attention_sites(model))
+
+
+def size_record(sizes: Iterable[tuple[AttentionSite, AttentionDims]]) -> dict[str, list[dict]]:
+    """Sizes of attention modules as `hf_grow` in config.json and growth files have them."""
+    record: dict[str, list[dict]] = {}
+    for site, dims in sorted(sizes, key=lambda pair: pair[0].layer):
+        record.setdefault(RECORD_KEYS[site.attention_type], []).append(asdict(dims))
+    return record
 
 
 def recorded_sizes(model: Any, record: dict) -> list[tuple[AttentionSite, AttentionDims]]:

@@ -1,0 +1,102 @@
+"""What was added to a frozen model in a folder of its own: growth, LoRA, and the recipe of a run."""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from peft.utils.constants import CONFIG_NAME as LORA_CONFIG_FILE
+from transformers import PreTrainedModel
+
+from hf_grow.adapting.adapt import adapt, frozen
+from hf_grow.adapting.config import AdaptConfig
+from hf_grow.errors import HfGrowError
+from hf_grow.fields import from_dict, to_dict
+from hf_grow.files import check_out_folder, clear_errors, replacing
+from hf_grow.modeling.growable_model import GrowableModel
+from hf_grow.running.passes import Batch
+from hf_grow.saving.growth_file import GROWTH_FOLDER, LORA_FOLDER, WEIGHTS_FILE, load_growth, save_growth
+from hf_grow.surgery.base import has_adapters, has_grown, without_adapters
+from hf_grow.surgery.patch import make_growable
+
+CONFIG_FILE = "adapt.json"
+
+
+def save_adapted(
+    model: Any, path: str | os.PathLike, *, config: AdaptConfig | None = None, overwrite: bool = False
+) -> Path:
+    """Write only what was added to a frozen model: `growth/` as `save_growth` does, `lora/` as PEFT does.
+
+    With a `config` of method="lora" all growth is the frozen model's own and not written. The folder appears all at
+    once. For one whole model instead: `save_grown(model.merge_and_unload(), path)`.
+    """
+    folder = check_out_folder(path, overwrite)
+    grown, wrapped = has_grown(without_adapters(model)), isinstance(model, PeftModel)
+    grown &= config is None or config.grows
+    if not wrapped and has_adapters(model):
+        raise HfGrowError("The adapters of this model are not in a PeftModel: put them in with get_peft_model.")
+    if not grown and not wrapped:
+        raise HfGrowError("Nothing was added to this model, so there is nothing to save: adapt it first.")
+    with replacing(folder) as aside:
+        if grown:
+            save_growth(model, aside / GROWTH_FOLDER)
+        if wrapped:
+            # "auto" would ask the Hub about the base model.
+            model.save_pretrained(str(aside / LORA_FOLDER), save_embedding_layers=False)
+        if config is not None:
+            (aside / CONFIG_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+def load_adapted(base: Any, path: str | os.PathLike) -> Any:
+    """Put what `save_adapted` wrote onto its base model, as `adapt` leaves it: ready for use or for more training."""
+    folder, parts = Path(path), adapted_parts(path)
+    if not parts:
+        raise HfGrowError(f"{folder} holds neither {GROWTH_FOLDER} nor {LORA_FOLDER}, which save_adapted would write.")
+    if not isinstance(base, PreTrainedModel):
+        raise HfGrowError(f"load_adapted takes a transformers model, not {type(base).__name__}.")
+    if LORA_FOLDER in parts and not any((folder / LORA_FOLDER).glob("adapter_model.*")):
+        raise HfGrowError(f"{folder / LORA_FOLDER} is incomplete: there is no adapter_model.safetensors.")
+    model, training = base, base.training
+    if GROWTH_FOLDER in parts:
+        load_growth(model, folder / GROWTH_FOLDER)
+    elif not isinstance(model, GrowableModel):
+        make_growable(model)
+    if LORA_FOLDER in parts:
+        with clear_errors(folder / LORA_FOLDER):
+            model = PeftModel.from_pretrained(model, str(folder / LORA_FOLDER), is_trainable=True)
+    return frozen(model, growth_learns=GROWTH_FOLDER in parts).train(training)
+
+
+def adapted_parts(path: str | os.PathLike) -> list[str]:
+    """What of growth and LoRA there is in a folder of `save_adapted`; nothing in any other."""
+    files = {GROWTH_FOLDER: WEIGHTS_FILE, LORA_FOLDER: LORA_CONFIG_FILE}
+    return [part for part, file in files.items() if Path(path, part, file).is_file()]
+
+
+def adapt_or_resume(
+    model: Any,
+    batches: Iterable[Batch],
+    config: AdaptConfig,
+    folder: str | os.PathLike,
+    *,
+    resume: bool = False,
+    accelerator: Any = None,
+    progress: bool = False,
+) -> Any:
+    """As `adapt`, with the start kept in a folder; with `resume` it is taken from there, for a run that goes on."""
+    start = Path(folder)
+    if resume and start.is_dir():
+        with clear_errors(start):
+            kept = from_dict(AdaptConfig, json.loads((start / CONFIG_FILE).read_text(encoding="utf-8")))
+        if kept != config:
+            raise HfGrowError(f"{start} is of a run with another recipe: take it up with the same, or start elsewhere.")
+        return load_adapted(model, start)
+    model, _ = adapt(model, batches, config, accelerator=accelerator, progress=progress)
+    if accelerator is None or accelerator.is_main_process:
+        save_adapted(model, start, config=config, overwrite=True)
+    if accelerator is not None:
+        accelerator.wait_for_everyone()
+    return model

@@ -1,0 +1,132 @@
+"""Fields of the config dataclasses: checks that say what is wrong, and configs as plain values for JSON and back."""
+
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from functools import wraps
+from typing import Any, TypeVar, cast, get_args, get_type_hints
+
+from hf_grow.errors import HfGrowError
+
+Config = TypeVar("Config")
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def require(config: Any, cls: type[Config]) -> Config:
+    """Refuse anything but a config of this class."""
+    if not isinstance(config, cls):
+        raise HfGrowError(f"Give a {cls.__name__}(…), not {type(config).__name__}.")
+    return config
+
+
+def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Refuse anything but the allowed names, and list them."""
+    if value not in allowed:
+        raise HfGrowError(f"{name} must be one of {', '.join(allowed)}, not {value!r}.")
+
+
+def some_of(name: str, value: Any, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    """One or more of the allowed names, given as one text or as several."""
+    if not isinstance(value, (str, list, tuple)):
+        raise HfGrowError(f"{name} must be a tuple of some of {', '.join(allowed)}, not {value!r}.")
+    given = (value,) if isinstance(value, str) else tuple(value)
+    if not given:
+        raise HfGrowError(f"{name} must name at least one of {', '.join(allowed)}.")
+    for one in given:
+        one_of(name, one, allowed)
+    return given
+
+
+def whole(name: str, value: Any, least: int) -> None:
+    """Refuse anything but a whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise HfGrowError(f"{name} must be a whole number of at least {least}, not {value!r}.")
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A dataclass of plain values as JSON has them: lists for tuples, text for the keys of dicts."""
+    return {field.name: _plain(getattr(config, field.name)) for field in fields(config)}
+
+
+def from_dict(cls: type[Config], values: Mapping[str, Any]) -> Config:
+    """The config that `to_dict` wrote, also under names that its fields had before; layer numbers are numbers again."""
+    new_names = getattr(cls, "former_names", {})
+    types = get_type_hints(cls)
+    named = {new_names.get(name, name): value for name, value in values.items()}
+    return cls(**{name: _restored(value, types.get(name)) for name, value in named.items()})
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return to_dict(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def _restored(value: Any, annotation: Any) -> Any:
+    if isinstance(value, Mapping):
+        for part in (annotation, *get_args(annotation)):
+            if isinstance(part, type) and is_dataclass(part):
+                return from_dict(part, value)
+        return {int(key) if re.fullmatch(r"\d+", str(key)) else key: amount for key, amount in value.items()}
+    return tuple(value) if isinstance(value, list) else value
+
+
+def formerly(**new_names: str) -> Callable[[Function], Function]:
+    """A function whose parameters had other names: `old="new"`. Those still work for one version, with a warning."""
+
+    def decorate(function: Function) -> Function:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for old, new in new_names.items():
+                if old in kwargs:
+                    _warn_renamed(old, new)
+                    kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return cast(Function, call)
+
+    return decorate
+
+
+def former_attributes(**new_names: str) -> Callable[[type[Config]], type[Config]]:
+    """A class whose attributes had other names: the old ones can still be read for one version, with a warning."""
+
+    def decorate(cls: type[Config]) -> type[Config]:
+        for old, new in new_names.items():
+            setattr(cls, old, _former_attribute(old, new))
+        return cls
+
+    return decorate
+
+
+def former_fields(**new_names: str) -> Callable[[type[Config]], type[Config]]:
+    """A dataclass whose fields had other names: attributes, arguments and saved values still work with these."""
+
+    def decorate(cls: type[Config]) -> type[Config]:
+        cls.__init__ = formerly(**new_names)(cls.__init__)  # type: ignore[method-assign]
+        cls.former_names = new_names  # type: ignore[attr-defined]
+        return former_attributes(**new_names)(cls)
+
+    return decorate
+
+
+def _former_attribute(old: str, new: str) -> property:
+    def read(self: Any) -> Any:
+        _warn_renamed(old, new)
+        return getattr(self, new)
+
+    return property(read)
+
+
+def _warn_renamed(old: str, new: str) -> None:
+    """Tell whoever called our caller that a name will go."""
+    warnings.warn(f"{old} is now called {new}; the old name goes with 0.3.", DeprecationWarning, stacklevel=3)

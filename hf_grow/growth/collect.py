@@ -1,0 +1,98 @@
+"""`collect_statistics`: run batches through a growable model and find where the loss wants other attention.
+
+Collecting leaves the model as it was found: parameters, gradients, buffers, hooks, modes and random numbers.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_grow.fields import require
+from hf_grow.files import digest
+from hf_grow.growth.calibrate import calibrate
+from hf_grow.measuring.config import CollectConfig
+from hf_grow.measuring.exact import ExactCollector
+from hf_grow.measuring.sketch import SketchCollector
+from hf_grow.measuring.statistics import Statistics
+from hf_grow.modeling.growable_attention import AttentionSite
+from hf_grow.running.passes import Batch, Passes, growable_sites, read_batches, split_sequences
+from hf_grow.surgery.patch import check_site
+
+
+class SplitBatches(NamedTuple):
+    """Batches of the sequences that choose new weights, and of those that judge them."""
+
+    choosing: list[Batch]
+    judging: list[Batch]
+
+    def to_search(self, passes: Passes) -> list[Batch]:
+        """Those that did not choose, where any process has some; else those that did."""
+        return self.judging if passes.count(self.judging) else self.choosing
+
+
+def collect_statistics(
+    model: Any,
+    batches: Iterable[Batch],
+    config: CollectConfig | None = None,
+    *,
+    accelerator: Any = None,
+    progress: bool = False,
+) -> Statistics:
+    """Measure where the attention of a growable model lacks capacity, on batches that give `model(**batch)` a loss.
+
+    With an `accelerator` every process brings its own batches and gets the statistics of all.
+    """
+    config = require(config or CollectConfig(), CollectConfig)
+    growable_sites(model)
+    return collect_from(Passes(model, accelerator, progress), split_batches(batches, config, accelerator), config)
+
+
+def split_batches(batches: Iterable[Batch], config: CollectConfig, accelerator: Any = None) -> SplitBatches:
+    """The batches that choose and those that judge; a process with a single sequence lets it choose."""
+    kept_batches = read_batches(batches, config.max_batches)
+    places = (1, 0) if accelerator is None else (accelerator.num_processes, accelerator.process_index)
+    choosing, judging = split_sequences(kept_batches, config.held_out, *places)
+    return SplitBatches(choosing, judging) if choosing else SplitBatches(kept_batches, [])
+
+
+@torch.inference_mode(False)
+def collect_from(passes: Passes, batches: SplitBatches, config: CollectConfig) -> Statistics:
+    """The statistics of a model on batches that are split already: measured in every layer, then the steps found."""
+    sites = growable_sites(passes.model)
+    for site in sites:
+        check_site(site)
+    began = time.perf_counter()
+    form = ExactCollector if config.collection == "exact" else SketchCollector
+    layers = form(passes, sites, batches.choosing, batches.judging, config).layers()
+    judges, loss = passes.usable(batches.to_search(passes), what="loss")
+    solved = time.perf_counter() - began - passes.seconds
+    statistics = Statistics(
+        layers=layers,
+        config=config,
+        model_type=passes.model.config.model_type,
+        parameters=passes.model.num_parameters(),
+        fingerprint=fingerprint(sites),
+        sequences=passes.count([*batches.choosing, *batches.judging]),
+        loss=loss,
+        seconds={"passes": passes.seconds, "solving": solved},
+    )
+    measured = time.perf_counter()
+    calibrations = calibrate(statistics, passes, sites, judges)
+    seconds = {**statistics.seconds, "calibrating": time.perf_counter() - measured}
+    return replace(statistics, calibrations=calibrations, seconds=seconds)
+
+
+def fingerprint(sites: Sequence[AttentionSite]) -> str:
+    """A mark of the attention modules' names, sizes and weights: what was found for one model is not for another."""
+    return digest(_marks(sites))
+
+
+def _marks(sites: Sequence[AttentionSite]) -> Iterator[str | Tensor]:
+    for site in sites:
+        yield f"{site.name} {site.attention.dims}"
+        for projection, _ in site.projections():
+            yield from projection.parameters(recurse=False)

@@ -1,0 +1,48 @@
+"""The kinds of growth, one file each. What adds to a layer is entered here, in the order in which it is built."""
+
+from collections.abc import Iterator
+
+from hf_grow.growth.config import GrowthConfig
+from hf_grow.growth.kinds.head import Heads, NewHeads
+from hf_grow.growth.kinds.kind import Amounts, Kind, Piece, StepSizes
+from hf_grow.growth.kinds.query_key import NewColumns, QueryKeyColumns
+from hf_grow.growth.kinds.replace import ReplacedColumns, Replacement
+from hf_grow.growth.kinds.value import NewValueColumns, ValueColumns
+from hf_grow.measuring.config import CollectConfig
+from hf_grow.measuring.kind import KINDS as MEASURED_KINDS
+from hf_grow.measuring.statistics import AttentionStatistics
+
+QUERY_KEY_COLUMNS, VALUE_COLUMNS, HEADS = QueryKeyColumns(), ValueColumns(), Heads()
+REPLACED_COLUMNS = ReplacedColumns()
+KINDS: dict[str, Kind] = {kind.name: kind for kind in (QUERY_KEY_COLUMNS, VALUE_COLUMNS, HEADS)}
+# Kinds of columns, which adapters are made of.
+COLUMN_KINDS: dict[str, Kind] = {name: kind for name, kind in KINDS.items() if kind.widened}
+PIECES: dict[str, type[Piece]] = {piece.form: piece for piece in (NewColumns, NewValueColumns, NewHeads, Replacement)}
+MEASURED_KINDS.update(KINDS)
+
+
+def pieces_of(
+    layer: AttentionStatistics, amounts: Amounts, config: GrowthConfig, collected: CollectConfig
+) -> Iterator[Piece]:
+    """What a layer gets for amounts of all kinds, in the order in which it is built."""
+    kinds = KINDS.values() if config.strategy == "append" else (REPLACED_COLUMNS,)
+    for kind in kinds:
+        piece = kind.piece(layer, amounts, config, collected)
+        if piece is not None:
+            yield piece
+
+
+__all__ = [
+    "COLUMN_KINDS",
+    "HEADS",
+    "KINDS",
+    "PIECES",
+    "QUERY_KEY_COLUMNS",
+    "REPLACED_COLUMNS",
+    "VALUE_COLUMNS",
+    "Amounts",
+    "Kind",
+    "Piece",
+    "StepSizes",
+    "pieces_of",
+]

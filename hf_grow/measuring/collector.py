@@ -1,0 +1,128 @@
+"""What both forms of collection share: places, present weights, and the sides of the scores in every layer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hf_grow import linalg
+from hf_grow.linalg import Side
+from hf_grow.measuring.config import CollectConfig
+from hf_grow.measuring.kind import KINDS
+from hf_grow.measuring.probes import Grams, NewHead
+from hf_grow.measuring.statistics import AttentionStatistics, uniform_circuit
+from hf_grow.modeling.growable_attention import AttentionSite
+from hf_grow.running.passes import Batch, Passes
+from hf_grow.surgery.blocks import read_blocks
+from hf_grow.surgery.place import place_of
+
+
+@dataclass(frozen=True)
+class PresentColumns:
+    """The query (heads, inputs, columns) and key (key heads, inputs, columns) weights a layer has."""
+
+    query: Tensor
+    key: Tensor
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The query and the key side of a layer's scores."""
+
+    query: Side
+    key: Side
+
+    def free(self) -> "Sides":
+        """Sides that leave nothing out."""
+        return Sides(replace(self.query, basis=None), replace(self.key, basis=None))
+
+    def side(self, role: str) -> Side:
+        """The "query" or the "key" side."""
+        return self.query if role == "query" else self.key
+
+
+class Collector:
+    """A collection under way: the model's layers, the data and what is wanted."""
+
+    def __init__(
+        self,
+        passes: Passes,
+        sites: list[AttentionSite],
+        choosing: list[Batch],
+        judging: list[Batch],
+        config: CollectConfig,
+    ) -> None:
+        self.passes, self.sites, self.choosing, self.judging, self.config = passes, sites, choosing, judging, config
+        self.places = [place_of(site) for site in sites]
+        self.present = [self._present(read_blocks(site)) for site in sites]
+        self.kinds = [KINDS[name] for name in config.measured_kinds]
+        # Whether any process has sequences that judge: all take part in their passes then.
+        self.judged = passes.count(judging) > 0
+        self.generator = torch.Generator().manual_seed(config.seed)
+
+    @staticmethod
+    def _present(blocks: dict[str, Tensor]) -> PresentColumns:
+        dtype = linalg.working_dtype(blocks["query"].device)
+        return PresentColumns(blocks["query"].to(dtype), blocks["key"].to(dtype))
+
+    @property
+    def wants_score_columns(self) -> bool:
+        return any(kind.searches_scores for kind in self.kinds)
+
+    @property
+    def wants_circuits(self) -> bool:
+        return self.circuit_rank() > 0
+
+    @property
+    def wants_head_scores(self) -> bool:
+        return any(kind.searches_new_scores for kind in self.kinds)
+
+    def circuit_rank(self) -> int:
+        """How many value columns to look for: some of a pattern go to present heads, those behind them to new ones."""
+        return sum(kind.circuit_rank(self.config, self.places) for kind in self.kinds)
+
+    def sides(self, grams: Grams, index: int) -> Sides:
+        """The query and the key side of a layer, with the span of the present columns."""
+        present = self.present[index]
+        same = grams.query.shape == grams.key.shape and torch.equal(grams.query, grams.key)
+        factor = self.whitening(grams.query)
+        groups = present.key.shape[0]
+        query = linalg.side(linalg.ridged(grams.query, self.config.ridge), factor, present.query, groups)
+        factor = factor if same else self.whitening(grams.key)
+        return Sides(query, linalg.side(linalg.ridged(grams.key, self.config.ridge), factor, present.key))
+
+    def whitening(self, gram: Tensor) -> Tensor:
+        """What whitens a gram, by the numerics of the config."""
+        return linalg.whitening(gram, self.config.inverse, self.config.cutoff, self.config.ridge)
+
+    def pattern_whitening(self, gram: Tensor, key_gram: Tensor, span: Tensor | None = None) -> Tensor:
+        """What whitens the gram of what heads read, or its part in a span of inputs (…, inputs, k).
+
+        Its ridge is relative to the gram of the inputs, so that it means the same for every pattern and every span.
+        """
+        size = self.config.ridge * key_gram.diagonal().mean()
+        identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+        ridge = size * (identity if span is None else span.mT @ span)
+        return linalg.whitening(gram + ridge, self.config.inverse, self.config.cutoff)
+
+    def phases(self, count: int) -> list[list[Batch]]:
+        """The batches for each of so many products: all, or a part of them each."""
+        if self.config.phases == "all" or len(self.choosing) < count:
+            return [self.choosing] * count
+        return [self.choosing[phase::count] for phase in range(count)]
+
+    def searched(self, sides: Sides, index: int) -> Sides:
+        """The sides as the target wants them: outside the present columns, or anywhere."""
+        target = self.config.target or ("gradient" if self.places[index].rotary_dim else "bottleneck")
+        return sides if target == "bottleneck" else sides.free()
+
+    def rank(self, index: int) -> int:
+        """How many query/key columns to look for in a layer."""
+        inputs = self.places[index].inputs
+        return min(self.config.columns + self.config.oversampling, inputs["query"], inputs["key"])
+
+
+def uniform_heads(layers: Sequence[AttentionStatistics]) -> list[NewHead]:
+    """The new head that attends uniformly, for every layer."""
+    return [NewHead(*uniform_circuit(layer.uniform, layer.place)) for layer in layers if layer.uniform]

@@ -1,0 +1,122 @@
+"""`make_growable`: a stock transformers model becomes growable, in place, with the same outputs."""
+
+import copy
+import logging
+import sys
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from hf_grow.errors import HfGrowError
+from hf_grow.modeling.growable_attention import AttentionSite, attention_sites
+from hf_grow.modeling.growable_model import GrowableModel, adopt, own_config, set_model_class
+from hf_grow.surgery.families import family_of
+
+logger = logging.getLogger("hf_grow")
+
+WIDENABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+Model = TypeVar("Model", bound=Any)
+
+
+def make_growable(model: Model) -> Model:
+    """Make every attention module of a transformers model growable and return the same model.
+
+    Logits, state-dict keys, hooks, dtype, device and training mode stay as they are; the class and the config
+    become the growable ones, so that `save_pretrained` records what is grown later.
+    """
+    if isinstance(model, GrowableModel):
+        logger.warning("This %s is growable already; nothing was changed.", type(model).__name__)
+        return model
+    if not isinstance(model, PreTrainedModel):
+        raise HfGrowError(
+            f"make_growable takes a transformers PreTrainedModel, not {type(model).__name__}. "
+            "Give it the model inside a wrapper, before PEFT, torch.compile or DDP."
+        )
+    family = family_of(model.config.model_type)
+    if model.config.model_type == family.config_class.model_type:
+        return _adopt_remote_code(model, family)
+    growable_class = family.model_classes.get(type(model))
+    if growable_class is None:
+        known = ", ".join(sorted(cls.__name__ for cls in family.model_classes))
+        raise HfGrowError(
+            f"{type(model).__name__} is not one of transformers' own classes for '{model.config.model_type}' "
+            f"({known}), so its checkpoints could not be loaded again. Load the weights with one of these."
+        )
+    _check_stock_attention(model, family)
+    _change_config(model, family)
+    set_model_class(model, growable_class)
+    adopt(model)
+    _rebind_wrapped_forwards(model)
+    return model
+
+
+def check_widenable(name: str, projection: Any) -> None:
+    """Only plain float projections can take new columns."""
+    weight = getattr(projection, "weight", None)
+    plain = type(projection) in (nn.Linear, Conv1D) and type(weight) is nn.Parameter
+    if not plain or getattr(weight, "dtype", None) not in WIDENABLE_DTYPES:
+        raise HfGrowError(
+            f"{name} is a {type(projection).__name__} with {_describe(weight)} and cannot be widened. "
+            "Load the model without quantisation, or merge and unload its adapters first."
+        )
+
+
+def check_site(site: AttentionSite) -> None:
+    """All projections of an attention module can take new columns."""
+    for path, roles in (*site.layout.inputs.items(), (site.layout.output, ("output",))):
+        check_widenable(f"The {'/'.join(roles)} projection of {site.name}", site.projection(path))
+
+
+def _describe(weight: Any) -> str:
+    if weight is None:
+        return "no weight"
+    return f"{type(weight).__name__} weights of {getattr(weight, 'dtype', 'unknown dtype')}"
+
+
+def _check_stock_attention(model: PreTrainedModel, family: type[GrowableModel]) -> None:
+    found = [(name, module) for name, module in model.named_modules() if family.attention_class(module)]
+    if not found:
+        raise HfGrowError(f"{type(model).__name__} has no stock attention module to make growable.")
+    for name, module in found:
+        parent = model.get_submodule(name.rpartition(".")[0])
+        check_site(AttentionSite(name, module, parent, family.attention_class(module).layout))
+        wrapped = module.__dict__.get("_old_forward", module.__dict__.get("forward"))
+        if wrapped is not None and getattr(wrapped, "__func__", None) is not type(module).forward:
+            raise HfGrowError(
+                f"The forward of {name} was replaced by hand, so it would ignore growth. Make the model growable first."
+            )
+
+
+def _change_config(model: PreTrainedModel, family: type[GrowableModel]) -> None:
+    """Give the model a growable config of its own: the stock object may be shared with other models."""
+    config = copy.deepcopy(model.config)
+    config.__class__ = family.config_class
+    # from_pretrained leaves the stock type on the object, in front of the class's own.
+    config.__dict__.pop("model_type", None)
+    config.hf_grow = None
+    own_config(model, config)
+
+
+def _rebind_wrapped_forwards(model: nn.Module) -> None:
+    """accelerate's hooks keep the bound forward they wrapped; let them call the growable one."""
+    for site in attention_sites(model):
+        for name in ("_old_forward", "forward"):
+            bound = site.attention.__dict__.get(name)
+            if isinstance(bound, MethodType):
+                site.attention.__dict__[name] = MethodType(type(site.attention).forward, site.attention)
+
+
+def _adopt_remote_code(model: Any, family: type[GrowableModel]) -> Any:
+    """A model loaded with trust_remote_code has classes of the same names, from the checkpoint's copy of the code."""
+    local = vars(sys.modules[family.__module__])
+    for module in model.modules():
+        if isinstance(local.get(type(module).__name__), type):
+            module.__class__ = local[type(module).__name__]
+        if isinstance(module, GrowableModel):
+            set_model_class(module, type(module))
+    model.config.__class__ = family.config_class
+    return model
