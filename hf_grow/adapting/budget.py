@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from math import inf
-from typing import Any
 
 from peft import PeftModel
+from transformers import PreTrainedModel
 
 from hf_grow.adapting.config import AdaptConfig
 from hf_grow.adapting.targets import lora_targets, named_module, whole_modules
@@ -21,7 +21,7 @@ from hf_grow.surgery.base import has_adapters, has_grown
 from hf_grow.surgery.place import Place, place_of
 
 
-def choose_amounts(model: Any, config: AdaptConfig) -> tuple[dict[str, int], int]:
+def choose_amounts(model: PreTrainedModel, config: AdaptConfig) -> tuple[dict[str, int], int]:
     """The new columns per head, by kind, and LoRA's rank for a growable model; refused where the budget allows none."""
     check_start(model, config)
     amounts, rank = config.growth, config.rank if config.has_lora else 0
@@ -33,7 +33,7 @@ def choose_amounts(model: Any, config: AdaptConfig) -> tuple[dict[str, int], int
     return amounts, rank
 
 
-def check_start(model: Any, config: AdaptConfig) -> None:
+def check_start(model: PreTrainedModel, config: AdaptConfig) -> None:
     """Refuse a model that has adapters, or growth that would learn with that of the recipe."""
     if isinstance(model, PeftModel) or has_adapters(model):
         raise HfGrowError("The model has adapters already: merge them first with model.merge_and_unload().")
@@ -62,7 +62,7 @@ class Costs:
     room: dict[str, float]
 
     @classmethod
-    def of(cls, model: Any, config: AdaptConfig) -> "Costs":
+    def of(cls, model: PreTrainedModel, config: AdaptConfig) -> "Costs":
         """Those of a growable model."""
         sites = growable_sites(model)
         places = [place_of(site) for site in sites]

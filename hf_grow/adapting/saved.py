@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
 from peft import PeftModel
 from peft.utils.constants import CONFIG_NAME as LORA_CONFIG_FILE
 from transformers import PreTrainedModel
@@ -25,7 +26,11 @@ CONFIG_FILE = "adapt.json"
 
 
 def save_adapted(
-    model: Any, path: str | os.PathLike, *, config: AdaptConfig | None = None, overwrite: bool = False
+    model: PreTrainedModel | PeftModel,
+    path: str | os.PathLike,
+    *,
+    config: AdaptConfig | None = None,
+    overwrite: bool = False,
 ) -> Path:
     """Write only what was added to a frozen model: `growth/` as `save_growth` does, `lora/` as PEFT does.
 
@@ -77,21 +82,21 @@ def adapted_parts(path: str | os.PathLike) -> list[str]:
 
 
 def adapt_or_resume(
-    model: Any,
+    model: PreTrainedModel,
     batches: Iterable[Batch],
     config: AdaptConfig,
     folder: str | os.PathLike,
     *,
     resume: bool = False,
-    accelerator: Any = None,
+    accelerator: Accelerator | None = None,
     progress: bool = False,
 ) -> Any:
     """As `adapt`, with the start kept in a folder; with `resume` it is taken from there, for a run that goes on."""
     start = Path(folder)
     if resume and start.is_dir():
         with clear_errors(start):
-            kept = from_dict(AdaptConfig, json.loads((start / CONFIG_FILE).read_text(encoding="utf-8")))
-        if kept != config:
+            kept = json.loads((start / CONFIG_FILE).read_text(encoding="utf-8"))
+        if not _says(kept, config):
             raise HfGrowError(f"{start} is of a run with another recipe: take it up with the same, or start elsewhere.")
         return load_adapted(model, start)
     model, _ = adapt(model, batches, config, accelerator=accelerator, progress=progress)
@@ -100,3 +105,11 @@ def adapt_or_resume(
     if accelerator is not None:
         accelerator.wait_for_everyone()
     return model
+
+
+def _says(kept: dict[str, Any], config: AdaptConfig) -> bool:
+    """Whether a kept recipe is this one; what it lacks is as it is by default, what is unknown makes it another."""
+    try:
+        return from_dict(AdaptConfig, kept) == config
+    except (TypeError, HfGrowError):
+        return False

@@ -4,6 +4,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from hf_grow.adapting.config import AdaptConfig
 from hf_grow.errors import HfGrowError
 from hf_grow.modeling.growable_attention import AttentionSite
@@ -29,7 +31,7 @@ def lora_targets(site: AttentionSite, wanted: Collection[str]) -> Iterator[Targe
             yield Target(f"{root}.{path.removeprefix('.')}", site.projection(path), roles)
 
 
-def whole_modules(model: Any, config: AdaptConfig) -> list[str]:
+def whole_modules(model: PreTrainedModel, config: AdaptConfig) -> list[str]:
     """The names of the modules that learn whole, which the model has."""
     if config.also_train is None:
         return [name for name, _ in model.named_children() if name in TASK_HEADS]
@@ -38,7 +40,7 @@ def whole_modules(model: Any, config: AdaptConfig) -> list[str]:
     return list(config.also_train)
 
 
-def named_module(model: Any, name: str) -> Any:
+def named_module(model: PreTrainedModel, name: str) -> Any:
     """A module that is to learn whole."""
     module = dict(model.named_modules()).get(name) if name else None
     if module is None:

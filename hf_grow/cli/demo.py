@@ -13,7 +13,7 @@ import torch
 import typer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_grow.assets import SMALL_MODEL
 from hf_grow.cli.analyze import print_analysis
@@ -104,7 +104,7 @@ def demo(
     say(f"The model, {HTML_FILE} and its figures are in {out}")
 
 
-def read_blocks(tokenizer: Any, modules: tuple[str, ...]) -> Tensor:
+def read_blocks(tokenizer: PreTrainedTokenizerBase, modules: tuple[str, ...]) -> Tensor:
     """The source of some modules of Python's library in blocks of tokens (blocks, tokens)."""
     try:
         text = "\n\n".join(inspect.getsource(importlib.import_module(name)) for name in modules)
@@ -115,18 +115,18 @@ def read_blocks(tokenizer: Any, modules: tuple[str, ...]) -> Tensor:
 
 
 @torch.no_grad()
-def logits(model: Any, input_ids: Tensor) -> Tensor:
+def logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     """The logits of a batch of tokens."""
     return model(input_ids).logits
 
 
 @torch.no_grad()
-def loss_on(model: Any, blocks: Tensor) -> float:
+def loss_on(model: PreTrainedModel, blocks: Tensor) -> float:
     """The mean loss over blocks."""
     return sum(float(model(part, labels=part).loss) * len(part) for part in blocks.split(BATCH)) / len(blocks)
 
 
-def finetune(model: Any, blocks: Tensor, steps: int) -> Iterator[tuple[int, float]]:
+def finetune(model: PreTrainedModel, blocks: Tensor, steps: int) -> Iterator[tuple[int, float]]:
     """A plain training loop; every ten steps, their number and the mean loss since the last time."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(0))

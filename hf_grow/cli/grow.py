@@ -14,6 +14,7 @@ from hf_grow.data import DataConfig, load_batches
 from hf_grow.errors import HfGrowError
 from hf_grow.files import write_bytes
 from hf_grow.growth.config import GrowthConfig
+from hf_grow.growth.kinds import COLUMN_KINDS
 from hf_grow.growth.pipeline import PreparedGrowth, check_growth, prepare_growth
 from hf_grow.growth.report import GrowthReport
 from hf_grow.measuring.config import CollectConfig
@@ -29,7 +30,7 @@ def grow(
     model: options.Model,
     data: options.Data,
     config: GrowthConfig,
-    measuring: Annotated[CollectConfig, Fields(hide=("kinds", "columns", "value_columns", "max_batches"))],
+    measuring: Annotated[CollectConfig, Fields(hide=("kinds", *COLUMN_KINDS, "max_batches"))],
     data_config: Annotated[DataConfig, options.MEASURED_DATA],
     out: Annotated[Path | None, typer.Option(help="Where to save the grown model.")] = None,
     overwrite: options.Overwrite = False,

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from peft import PeftModel
+from transformers import PreTrainedModel
 
 from hf_grow.adapting.saved import adapted_parts, load_adapted
 from hf_grow.cli.loading import commit_of, load_model, load_stock, load_tokenizer
@@ -49,7 +50,7 @@ def patch(
     show(growable.growth_summary(), as_json, f"{model} is growable", facts, equal)
 
 
-def with_growth(model: Any, growth: str) -> Any:
+def with_growth(model: PreTrainedModel, growth: str) -> Any:
     """The model with growth of its own, and with LoRA merged where there is some beside it."""
     parts = adapted_parts(growth)
     if not parts or GROWTH_FOLDER in parts:
@@ -71,7 +72,7 @@ def show(summary: dict[str, Any], as_json: bool, title: str, facts: dict[str, An
     say(f"{sentence}; saved in {facts['out']}")
 
 
-def example_inputs(model: Any) -> dict[str, torch.Tensor]:
+def example_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """A few random tokens in the shape the model's task head takes."""
     choices = "MultipleChoice" in type(model).__name__ or "DoubleHeads" in type(model).__name__
     length = min(16, model.config.max_position_embeddings)
@@ -82,7 +83,7 @@ def example_inputs(model: Any) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def outputs(name: str, model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def outputs(name: str, model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """All tensors a model returns, checked to be numbers."""
     tensors = {key: value for key, value in model(**inputs).items() if isinstance(value, torch.Tensor)}
     if not all(bool(torch.isfinite(value).all()) for value in tensors.values()):

@@ -19,6 +19,7 @@ import torch
 from datasets.utils import tqdm
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_grow.data.sequences import (
     CLASSIFICATION,
@@ -114,7 +115,13 @@ class Sequences:
     collate: Callable[..., Batch]
 
 
-def load_sequences(data: str, tokenizer: Any, model: Any, *, config: DataConfig = DataConfig()) -> Sequences:  # noqa: B008
+def load_sequences(
+    data: str,
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    *,
+    config: DataConfig = DataConfig(),  # noqa: B008
+) -> Sequences:
     """Sequences for the model from a file, a folder or a data set `name` or `name:configuration`.
 
     All in memory, or a stream with `config.streaming` and no `max_sequences`, of which only the start is checked here.
@@ -134,7 +141,13 @@ def load_sequences(data: str, tokenizer: Any, model: Any, *, config: DataConfig 
         return Sequences(_rows(data, dataset.select_columns(task.needed_columns), task, config), task.collate)
 
 
-def load_batches(data: str, tokenizer: Any, model: Any, *, config: DataConfig = DataConfig()) -> list[Batch]:  # noqa: B008
+def load_batches(
+    data: str,
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    *,
+    config: DataConfig = DataConfig(),  # noqa: B008
+) -> list[Batch]:
     """Batches of the sequences of `load_sequences`, each of which gives `model(**batch)` a loss."""
     sequences = load_sequences(data, tokenizer, model, config=config)
     rows = _taken(iter(sequences.rows), None)
@@ -164,7 +177,7 @@ def _chosen(rows: Any, numbers: Tensor) -> MapRows:
 
 
 def _task(
-    dataset: Any, row: Row, length: int, tokenizer: Any, model: Any, config: DataConfig
+    dataset: Any, row: Row, length: int, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, config: DataConfig
 ) -> Packing | Classification:
     """What to make of the columns that the first row shows."""
     if not is_for(model, CLASSIFICATION):
@@ -200,7 +213,7 @@ def _taken(rows: Iterator[Row], most: int | None) -> list[Row]:
     return list(tqdm(islice(rows, most), desc="Sequences", total=most, unit=" sequences"))
 
 
-def _length(model: Any, config: DataConfig) -> int:
+def _length(model: PreTrainedModel, config: DataConfig) -> int:
     """Tokens per sequence."""
     positions = getattr(model.config, "max_position_embeddings", None) or getattr(model.config, "n_positions", None)
     if config.length and positions and config.length > positions:
@@ -280,7 +293,7 @@ def _text_columns(row: Row, config: DataConfig, most: int, label: str | None = N
 
 def _column(row: Row, field: str, *names: str) -> str:
     """The first of the names that is a column."""
-    found = next((name for name in names if name in row), None)
-    if found is None:
+    column = next((name for name in names if name in row), None)
+    if column is None:
         raise HfGrowError(f"There is no column {' or '.join(names)}: choose {field} from {', '.join(row)}.")
-    return found
+    return column

@@ -18,7 +18,12 @@ import datasets
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorWithPadding,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from hf_grow.errors import HfGrowError
 
@@ -58,12 +63,12 @@ class PackedRows:
         return {"input_ids": self.before + self.tokens[operator.index(index)].tolist() + self.after}
 
 
-def is_for(model: Any, task: tuple[str, ...]) -> bool:
+def is_for(model: PreTrainedModel, task: tuple[str, ...]) -> bool:
     """Whether the class of the model, or one it inherits from, is named after the task."""
     return any(part in cls.__name__ for cls in type(model).__mro__ for part in task)
 
 
-def check_model_and_tokenizer(model: Any, tokenizer: Any) -> None:
+def check_model_and_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse what gives no loss, before any data is read."""
     if not is_for(model, known := CAUSAL + MASKED + CLASSIFICATION):
         raise HfGrowError(
@@ -131,7 +136,7 @@ class Packing:
 
     column: str
     size: int
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     masked: bool
     before: list[int]  # special tokens around each block
     after: list[int]
@@ -203,7 +208,7 @@ class Packing:
         raise HfGrowError("A batch holds only special tokens, which are never masked: check the text.")
 
 
-def pack(column: str, length: int, tokenizer: Any, model: Any) -> Packing:
+def pack(column: str, length: int, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Packing:
     """Sequences of `length` tokens in all for a language model."""
     masked = is_for(model, MASKED)
     before, after = _ends(tokenizer) if masked else ([], [])
@@ -213,7 +218,7 @@ def pack(column: str, length: int, tokenizer: Any, model: Any) -> Packing:
     return Packing(column, length - special, tokenizer, masked, before, after, border)
 
 
-def _ends(tokenizer: Any) -> tuple[list[int], list[int]]:
+def _ends(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """The special tokens that the tokenizer puts before and after a text."""
     encoded = tokenizer("a", return_special_tokens_mask=True)
     ids, special = encoded["input_ids"], encoded["special_tokens_mask"]
@@ -268,7 +273,7 @@ class Classification:
     label: str
     label_feature: Any
     length: int
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     model_config: Any
 
     @property
@@ -329,14 +334,19 @@ class Classification:
 
 
 def classify(
-    columns: list[str], label: str, label_feature: Any, length: int, tokenizer: Any, model: Any
+    columns: list[str],
+    label: str,
+    label_feature: Any,
+    length: int,
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
 ) -> Classification:
     """Sequences of at most `length` tokens in all for a classifier; `label_feature` may know the names of classes."""
     _check_room(length, tokenizer.num_special_tokens_to_add(pair=len(columns) == 2), least=1)
     return Classification(columns, label, label_feature, length, tokenizer, model.config)
 
 
-def padding_tokenizer(tokenizer: Any) -> Any:
+def padding_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Any:
     """The tokenizer, or a copy that pads with the end token if it has no padding token."""
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
@@ -346,7 +356,7 @@ def padding_tokenizer(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def check_padding(tokenizer: Any, model_config: Any, batch_size: int) -> None:
+def check_padding(tokenizer: PreTrainedTokenizerBase, model_config: Any, batch_size: int) -> None:
     """Decoders classify by the last token that is not padding, which they find by the id in their config."""
     if batch_size > 1 and model_config.pad_token_id != tokenizer.pad_token_id:
         raise HfGrowError(

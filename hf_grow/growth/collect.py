@@ -6,10 +6,11 @@ Collecting leaves the model as it was found: parameters, gradients, buffers, hoo
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_grow.fields import require
 from hf_grow.files import digest
@@ -19,7 +20,7 @@ from hf_grow.measuring.exact import ExactCollector
 from hf_grow.measuring.sketch import SketchCollector
 from hf_grow.measuring.statistics import Statistics
 from hf_grow.modeling.growable_attention import AttentionSite
-from hf_grow.running.passes import Batch, Passes, growable_sites, read_batches, split_sequences
+from hf_grow.running.passes import Batch, Passes, Processes, growable_sites, read_batches, split_sequences
 from hf_grow.surgery.patch import check_site
 
 
@@ -35,11 +36,11 @@ class SplitBatches(NamedTuple):
 
 
 def collect_statistics(
-    model: Any,
+    model: PreTrainedModel,
     batches: Iterable[Batch],
     config: CollectConfig | None = None,
     *,
-    accelerator: Any = None,
+    accelerator: Processes | None = None,
     progress: bool = False,
 ) -> Statistics:
     """Measure where the attention of a growable model lacks capacity, on batches that give `model(**batch)` a loss.
@@ -51,7 +52,9 @@ def collect_statistics(
     return collect_from(Passes(model, accelerator, progress), split_batches(batches, config, accelerator), config)
 
 
-def split_batches(batches: Iterable[Batch], config: CollectConfig, accelerator: Any = None) -> SplitBatches:
+def split_batches(
+    batches: Iterable[Batch], config: CollectConfig, accelerator: Processes | None = None
+) -> SplitBatches:
     """The batches that choose and those that judge; a process with a single sequence lets it choose."""
     kept_batches = read_batches(batches, config.max_batches)
     places = (1, 0) if accelerator is None else (accelerator.num_processes, accelerator.process_index)

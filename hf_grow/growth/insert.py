@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from transformers import PreTrainedModel
 
 from hf_grow.errors import HfGrowError
 from hf_grow.fields import to_dict
@@ -17,19 +18,19 @@ from hf_grow.growth.layer_growth import STEP_NAMES
 from hf_grow.growth.line_search import LineSearch, Trial, scaled, search
 from hf_grow.growth.plan import GrowthPlan
 from hf_grow.growth.report import GrowthReport
-from hf_grow.running.passes import Batch, Passes, growable_sites, read_batches
+from hf_grow.running.passes import Batch, Passes, Processes, growable_sites, read_batches
 from hf_grow.surgery.blocks import read_blocks
 from hf_grow.surgery.optimizer_state import plain_optimizer
 from hf_grow.surgery.structure import Change, commit, find_site
 
 
 def insert_growth(
-    model: Any,
+    model: PreTrainedModel,
     plan: GrowthPlan,
     batches: Iterable[Batch] | None = None,
     *,
-    optimizer: Any = None,
-    accelerator: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    accelerator: Processes | None = None,
     progress: bool = False,
     dry_run: bool = False,
 ) -> GrowthReport:
@@ -48,7 +49,12 @@ def insert_growth(
 
 @torch.inference_mode(False)
 def carry_out(
-    plan: GrowthPlan, passes: Passes, batches: list[Batch] | None, *, optimizer: Any = None, dry_run: bool = False
+    plan: GrowthPlan,
+    passes: Passes,
+    batches: list[Batch] | None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    dry_run: bool = False,
 ) -> GrowthReport:
     """As `insert_growth`, for a model that is known to be the one that was planned for."""
     began = time.perf_counter()
@@ -72,7 +78,7 @@ def carry_out(
     return replace(report, parameters_after=model.num_parameters(), seconds=seconds)
 
 
-def _check_plan(model: Any, plan: GrowthPlan) -> None:
+def _check_plan(model: PreTrainedModel, plan: GrowthPlan) -> None:
     sites = growable_sites(model)
     if not isinstance(plan, GrowthPlan):
         raise HfGrowError(f"plan must be a GrowthPlan from plan_growth, not {type(plan).__name__}.")
@@ -83,7 +89,7 @@ def _check_plan(model: Any, plan: GrowthPlan) -> None:
         )
 
 
-def _check_agreement(changes: list[Change], accelerator: Any) -> None:
+def _check_agreement(changes: list[Change], accelerator: Processes | None) -> None:
     """All processes are about to insert the same weights, to the bit."""
     if accelerator is None or accelerator.num_processes == 1:
         return

@@ -7,9 +7,9 @@ import torch
 
 from hf_grow.growth.amounts import grown_dims, parameters_added
 from hf_grow.growth.kinds import KINDS, PIECES, Amounts, Piece, StepSizes
-from hf_grow.growth.kinds.head import NewHead, NewHeads
+from hf_grow.growth.kinds.head import HeadGrowth, NewHeads
 from hf_grow.growth.kinds.query_key import NewColumns
-from hf_grow.growth.kinds.replace import Replacement
+from hf_grow.growth.kinds.replace import RemadeColumns
 from hf_grow.growth.kinds.value import NewValueColumns
 from hf_grow.modeling.growable_attention import AttentionDims
 from hf_grow.running.observe import Extra
@@ -92,7 +92,7 @@ def read_layer_growth(content: dict[str, Any]) -> LayerGrowth:
 def _read_piece(content: dict[str, Any]) -> Piece:
     form = content.pop("form")
     if "heads" in content:
-        content["heads"] = tuple(NewHead(**head) for head in content["heads"])
+        content["heads"] = tuple(HeadGrowth(**head) for head in content["heads"])
     return PIECES[form](**content)
 
 
@@ -101,7 +101,7 @@ def _former_pieces(content: dict[str, Any], place: Place) -> tuple[Piece, ...]:
     change = {name: content[name] for name in ("change_query", "change_key")}
     if content["strategy"] != "append":
         measured = {name: content[name] for name in ("strategy", "query_gram", "key_gram", "gradient")}
-        return (Replacement(columns=content["query_key_dim"] - place.query_key_dim, **change, **measured),)
+        return (RemadeColumns(columns=content["query_key_dim"] - place.query_key_dim, **change, **measured),)
     pieces: list[Piece] = []
     if content["query"] is not None:
         pieces.append(NewColumns(content["query"], content["key"], **change))
@@ -109,5 +109,5 @@ def _former_pieces(content: dict[str, Any], place: Place) -> tuple[Piece, ...]:
         pieces.append(NewValueColumns(content["value"], content["output"]))
     if content["heads"]:
         skipped = sum(piece.count for piece in pieces if isinstance(piece, NewValueColumns))
-        pieces.append(NewHeads(tuple(NewHead(**head) for head in content["heads"]), skipped))
+        pieces.append(NewHeads(tuple(HeadGrowth(**head) for head in content["heads"]), skipped))
     return tuple(pieces)

@@ -5,7 +5,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from accelerate.utils import broadcast_object_list
+from transformers import PreTrainedModel
 
 from hf_grow.errors import HfGrowError
 from hf_grow.fields import require
@@ -19,7 +21,7 @@ from hf_grow.growth.report import GrowthReport
 from hf_grow.measuring.config import CollectConfig
 from hf_grow.measuring.statistics import Statistics
 from hf_grow.modeling.growable_model import GrowableModel
-from hf_grow.running.passes import Batch, Passes, batch_size, growable_sites, read_batches
+from hf_grow.running.passes import Batch, Passes, Processes, batch_size, growable_sites, read_batches
 from hf_grow.surgery.optimizer_state import plain_optimizer
 from hf_grow.surgery.patch import make_growable
 from hf_grow.surgery.place import place_of
@@ -45,7 +47,7 @@ class PreparedGrowth:
         """How many sequences the losses of the report are means over, on this process."""
         return sum(batch_size(batch) for batch in self.search_batches)
 
-    def insert(self, *, optimizer: Any = None, dry_run: bool = False) -> GrowthReport:
+    def insert(self, *, optimizer: torch.optim.Optimizer | None = None, dry_run: bool = False) -> GrowthReport:
         """Carry out the plan on the model, which must be as it was measured: it is not looked at again."""
         if self.plan is None:
             raise HfGrowError("Nothing was planned: prepare growth with a GrowthConfig.")
@@ -54,14 +56,14 @@ class PreparedGrowth:
 
 
 def grow(
-    model: Any,
+    model: PreTrainedModel,
     batches: Iterable[Batch],
     config: GrowthConfig,
     *,
     collect: CollectConfig | None = None,
     line_search_batches: Iterable[Batch] | None = None,
-    optimizer: Any = None,
-    accelerator: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    accelerator: Processes | None = None,
     progress: bool = False,
 ) -> tuple[Any, GrowthReport]:
     """Make a model growable if it is not, measure, plan and insert; returns the same model and what happened.
@@ -86,13 +88,13 @@ def grow(
 
 
 def prepare_growth(
-    model: Any,
+    model: PreTrainedModel,
     batches: Iterable[Batch],
     config: GrowthConfig | None = None,
     *,
     collect: CollectConfig | None = None,
     line_search_batches: Iterable[Batch] | None = None,
-    accelerator: Any = None,
+    accelerator: Processes | None = None,
     progress: bool = False,
 ) -> PreparedGrowth:
     """Measure a model and plan its growth; nothing is inserted yet. Without a `config` nothing is planned.
@@ -116,7 +118,7 @@ def prepare_growth(
     return PreparedGrowth(passes, statistics, plan, searched or split.to_search(passes), seconds)
 
 
-def check_growth(model: Any, config: GrowthConfig) -> None:
+def check_growth(model: PreTrainedModel, config: GrowthConfig) -> None:
     """Refuse amounts that the layers of a growable model have no room for, before anything is measured."""
     check_amounts([place_of(site) for site in growable_sites(model)], config)
 
@@ -135,7 +137,7 @@ def collect_config(config: GrowthConfig, collect: CollectConfig | None = None) -
     return collect
 
 
-def agreed_plan(statistics: Statistics, config: GrowthConfig, accelerator: Any = None) -> GrowthPlan:
+def agreed_plan(statistics: Statistics, config: GrowthConfig, accelerator: Processes | None = None) -> GrowthPlan:
     """As `plan_growth`, on the first process for all: a last bit of a solver may decide what is planned."""
     if accelerator is None or accelerator.num_processes == 1:
         return plan_growth(statistics, config)

@@ -124,5 +124,6 @@ class Collector:
 
 
 def uniform_heads(layers: Sequence[AttentionStatistics]) -> list[NewHead]:
-    """The new head that attends uniformly, for every layer."""
-    return [NewHead(*uniform_circuit(layer.uniform, layer.place)) for layer in layers if layer.uniform]
+    """The new head that attends uniformly, for every layer, with the sign that it has once inserted."""
+    circuits = (uniform_circuit(layer.uniform, layer.place) for layer in layers if layer.uniform)
+    return [NewHead(-value, output) for value, output in circuits]

@@ -33,17 +33,17 @@ LUMINANCE = (0.299, 0.587, 0.114)
 
 def figures(statistics: Summary | None, report: Summary | None) -> dict[str, Callable[[File], None]]:
     """By name: how to draw each figure that these summaries have something to show in."""
-    found: dict[str, Callable[[File], None]] = {}
+    drawings: dict[str, Callable[[File], None]] = {}
     if statistics is not None:
         if head_values(statistics) is not None:
-            found["bottleneck"] = lambda file: plot_bottleneck(statistics, file)
+            drawings["bottleneck"] = lambda file: plot_bottleneck(statistics, file)
         if any(layer["offers"] for layer in statistics["layers"]):
-            found["expected_decrease"] = lambda file: plot_expected(statistics, file)
+            drawings["expected_decrease"] = lambda file: plot_expected(statistics, file)
         if spectra(statistics):
-            found["spectra"] = lambda file: plot_spectra(statistics, file)
+            drawings["spectra"] = lambda file: plot_spectra(statistics, file)
     if report is not None and len(searched(report)) > 1:
-        found["line_search"] = lambda file: plot_line_search(report, file)
-    return found
+        drawings["line_search"] = lambda file: plot_line_search(report, file)
+    return drawings
 
 
 def layer_label(layer: Summary) -> str:
@@ -77,9 +77,9 @@ def _head_sums(gains: Summary | None, count: int) -> list[float]:
 
 def plot_bottleneck(statistics: Summary, file: File) -> None:
     """Heat maps of layers and heads: each head's part of the bottleneck, and how much of its wish needs growth."""
-    found = head_values(statistics)
-    assert found is not None
-    name, rows = found
+    shown = head_values(statistics)
+    assert shown is not None
+    name, rows = shown
     layers = statistics["layers"]
     widest = max(len(row) for row in rows)
     both = name == "bottleneck"
@@ -159,15 +159,15 @@ def _layer_ticks(axes: Axes, layers: Sequence[Summary]) -> None:
 
 def spectra(statistics: Summary) -> dict[str, list[tuple[list[float], list[float] | None]]]:
     """By kind, for each layer: the decrease by column number, summed over heads, in sample and held out."""
-    found = {}
+    by_kind = {}
     for kind in COLUMN_KINDS:
         layers = [layer[kind] for layer in statistics["layers"] if kind in layer]
         if any(value > 0 for layer in layers for row in layer["in_sample"] for value in row):
-            found[kind] = [
+            by_kind[kind] = [
                 (_over_heads(layer["in_sample"]), None if layer["held_out"] is None else _over_heads(layer["held_out"]))
                 for layer in layers
             ]
-    return found
+    return by_kind
 
 
 def _over_heads(rows: Sequence[Sequence[float]]) -> list[float]:
@@ -176,14 +176,14 @@ def _over_heads(rows: Sequence[Sequence[float]]) -> list[float]:
 
 def plot_spectra(statistics: Summary, file: File) -> None:
     """The expected decrease by column number and layer: on the data that chose the columns, and on other data."""
-    found = spectra(statistics)
+    by_kind = spectra(statistics)
     layers = statistics["layers"]
-    judged = any(held_out is not None for lines in found.values() for _, held_out in lines)
-    figure = _figure((4.2 * (2 if judged else 1) + 1.0, 3.0 * len(found) + 0.5))
-    grid = figure.subplots(len(found), 2 if judged else 1, squeeze=False, sharey="row", sharex="row")
+    judged = any(held_out is not None for lines in by_kind.values() for _, held_out in lines)
+    figure = _figure((4.2 * (2 if judged else 1) + 1.0, 3.0 * len(by_kind) + 0.5))
+    grid = figure.subplots(len(by_kind), 2 if judged else 1, squeeze=False, sharey="row", sharex="row")
     shades = colormaps["viridis"](np.linspace(0.0, 0.9, len(layers)))
     many = len(layers) > LEGEND_LINES
-    for panels, (kind, lines) in zip(grid, found.items(), strict=True):
+    for panels, (kind, lines) in zip(grid, by_kind.items(), strict=True):
         for panel, which in zip(panels, ("on the data that chose them", "on other data"), strict=False):
             panel.set_title(f"{KINDS[kind].units}, {which}".capitalize(), fontsize=10)
             panel.set_xlabel(f"{KINDS[kind].label}, strongest first")

@@ -154,8 +154,8 @@ def statistics_facts(statistics: Summary) -> dict[str, str]:
         "collection": str(config["collection"]),
         "seconds": f"{sum(statistics['seconds'].values()):.1f}",
     }
-    for kind, found in statistics["calibrations"].items():
-        facts[f"step for {kind.replace('_', ' ')}"] = f"{found['step']:.3g}, −{_nats(found['decrease'])}"
+    for kind, calibration in statistics["calibrations"].items():
+        facts[f"step for {kind.replace('_', ' ')}"] = f"{calibration['step']:.3g}, −{_nats(calibration['decrease'])}"
     return facts
 
 
@@ -308,14 +308,18 @@ def _scores_reading(layers: Sequence[Summary]) -> list[str]:
 
 def _steps_reading(statistics: Summary, judged: bool) -> list[str]:
     """What happened when each kind was tried."""
-    layers, found = statistics["layers"], statistics["calibrations"]
+    layers, calibrations = statistics["layers"], statistics["calibrations"]
     names = {
         kind: KINDS[kind].in_words(max(layer["offers"][kind]["amount"] for layer in layers))
         for kind in KINDS
-        if kind in found and layers
+        if kind in calibrations and layers
     }
-    good = [f"{_nats(found[kind]['decrease'])} with {names[kind]}" for kind in names if found[kind]["step"] > 0]
-    bad = [names[kind] for kind in names if found[kind]["step"] <= 0]
+    good = [
+        f"{_nats(calibrations[kind]['decrease'])} with {names[kind]}"
+        for kind in names
+        if calibrations[kind]["step"] > 0
+    ]
+    bad = [names[kind] for kind in names if calibrations[kind]["step"] <= 0]
     said = []
     if good:
         where = "held-out" if judged else "the same"

@@ -7,11 +7,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from math import inf, isfinite
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from hf_grow.errors import HfGrowError
 from hf_grow.modeling.growable_attention import AttentionSite, attention_sites
@@ -25,6 +26,25 @@ Batch = Mapping[str, Any]
 GOLDEN = (5**0.5 - 1) / 2
 # What a model raises on a batch that does not fit it.
 UNFIT = (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError)
+
+
+class Processes(Protocol):
+    """The processes that share the work, as Accelerate's `Accelerator` knows them."""
+
+    @property
+    def num_processes(self) -> int:
+        """How many there are."""
+
+    @property
+    def process_index(self) -> int:
+        """Which of them this is."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this one computes."""
+
+    def reduce(self, tensor: Tensor, reduction: str = "sum") -> Tensor:
+        """The sum (or mean) over all of them."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +67,7 @@ class _Watch:
 class Passes:
     """Runs batches through one model, on one process or many, and adds up over all of them."""
 
-    def __init__(self, model: Any, accelerator: Any = None, progress: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, accelerator: Processes | None = None, progress: bool = False) -> None:
         self.model = model
         self.accelerator = accelerator
         self.progress = progress
@@ -237,7 +257,7 @@ def _check_used(observers: Sequence[Observer]) -> None:
             )
 
 
-def growable_sites(model: Any) -> list[AttentionSite]:
+def growable_sites(model: PreTrainedModel) -> list[AttentionSite]:
     """The attention modules of a growable model."""
     if not isinstance(model, GrowableModel):
         raise HfGrowError(f"{type(model).__name__} is not growable yet: call hf_grow.make_growable(model) first.")
@@ -325,7 +345,7 @@ def token_mask(batch: Batch, observer: Observer, role: str) -> Tensor:
 
 
 @contextmanager
-def as_found(model: Any) -> Iterator[None]:
+def as_found(model: PreTrainedModel) -> Iterator[None]:
     """Evaluation mode, frozen parameters and no cache inside; everything as it was outside, also after an error."""
     training = {module: module.training for module in model.modules()}
     learning = {parameter: parameter.requires_grad for parameter in model.parameters()}

@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
 from safetensors import safe_open
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_grow.errors import HfGrowError
 from hf_grow.files import check_out_folder, clear_errors, first_line, replacing
@@ -24,10 +24,10 @@ from hf_grow.surgery.families import FAMILIES, family_of
 
 
 def save_grown(
-    model: Any,
+    model: PreTrainedModel,
     path: str | os.PathLike,
     *,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     overwrite: bool = False,
     max_shard_size: int | str = "5GB",
     extras: Callable[[Path], None] | None = None,
@@ -99,10 +99,10 @@ def inspect_checkpoint(path: str | os.PathLike) -> dict:
 
 
 def push_grown(
-    model: Any,
+    model: PreTrainedModel,
     repo_id: str,
     *,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     private: bool | None = None,
     token: str | None = None,
     revision: str | None = None,
@@ -148,7 +148,7 @@ def _upload(
     return commit.pr_url or commit.commit_url
 
 
-def _require_growable(model: Any) -> None:
+def _require_growable(model: PreTrainedModel) -> None:
     inner = without_adapters(model)
     if not isinstance(inner, GrowableModel):
         raise HfGrowError(f"{type(inner).__name__} is not growable: call hf_grow.make_growable(model) first.")
@@ -183,7 +183,7 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
 
 
-def _check_weights(folder: Path, model: Any) -> None:
+def _check_weights(folder: Path, model: PreTrainedModel) -> None:
     wanted = model.state_dict()
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):
@@ -195,5 +195,5 @@ def _check_weights(folder: Path, model: Any) -> None:
         if name in model.all_tied_weights_keys:
             continue
         if shapes.get(name) != tuple(tensor.shape):
-            found = f"shape {shapes[name]}" if name in shapes else "no such weight"
-            raise HfGrowError(f"{folder} is damaged: {name} should have shape {tuple(tensor.shape)}; found {found}.")
+            there = f"shape {shapes[name]}" if name in shapes else "no such weight"
+            raise HfGrowError(f"{folder} is damaged: {name} should have shape {tuple(tensor.shape)}; found {there}.")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -53,7 +54,7 @@ LayerKey = tuple[str, int]
 @torch.inference_mode(False)
 @torch.no_grad()
 def save_growth(
-    model: Any,
+    model: PreTrainedModel | PeftModel,
     path: str | os.PathLike,
     *,
     overwrite: bool = False,
@@ -83,12 +84,12 @@ def save_growth(
 @torch.inference_mode(False)
 @torch.no_grad()
 def load_growth(
-    model: Any,
+    model: PreTrainedModel | PeftModel,
     path_or_hub_id: str | os.PathLike,
     *,
     revision: str | None = None,
     token: str | None = None,
-    optimizer: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Any:
     """Put saved growth onto its base model, in place, instead of any that is there; returns the same model.
 
@@ -108,7 +109,7 @@ def load_growth(
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def remove_growth(model: Any, *, optimizer: Any = None) -> Any:
+def remove_growth(model: PreTrainedModel | PeftModel, *, optimizer: torch.optim.Optimizer | None = None) -> Any:
     """Take all growth off a model, in place, which leaves the base bit for bit; returns the same model."""
     target = _growable(model)
     check_base(target)
@@ -119,7 +120,7 @@ def remove_growth(model: Any, *, optimizer: Any = None) -> Any:
     return model
 
 
-def check_base(model: Any) -> None:
+def check_base(model: PreTrainedModel) -> None:
     """Refuse a growable model whose base is not the leading part of its weights, as it was at the first growth."""
     advice = "so the growth cannot be told from the base: use save_grown, which writes the whole model."
     for site in attention_sites(model):
@@ -174,7 +175,7 @@ class GrowthFile:
     def _parameters(self, prefix: str = "") -> int:
         return sum(part.numel() for name, part in self.weights.items() if name.startswith(prefix))
 
-    def check_model(self, model: Any) -> None:
+    def check_model(self, model: PreTrainedModel) -> None:
         """Refuse a model that is not, to the bit, the base that this growth was made on."""
         if not isinstance(model, PreTrainedModel):
             raise HfGrowError(f"load_growth takes a transformers model, not {type(model).__name__}.")
@@ -201,8 +202,8 @@ class GrowthFile:
             for role, block in read_blocks(site).items():
                 features = _by_columns(role, block).shape[2]
                 for part in ("columns", "heads"):
-                    found = self.weights.get(_key(_layer_key(site), role, part))
-                    if found is not None and found.shape[2] != features:
+                    new = self.weights.get(_key(_layer_key(site), role, part))
+                    if new is not None and new.shape[2] != features:
                         raise HfGrowError(f"{self.name} is damaged: {role} {part} do not fit to {site.name}.")
 
 
@@ -267,28 +268,32 @@ def _read_content(name: str, file: Path) -> dict[str, Any]:
     return content
 
 
-def _growable(model: Any) -> Any:
+def _growable(model: PreTrainedModel) -> Any:
     target = without_adapters(model)
     if not isinstance(target, GrowableModel):
         raise HfGrowError(f"{type(target).__name__} is not growable: call hf_grow.make_growable(model) first.")
     return target
 
 
-def _present_hash(model: Any) -> str:
-    found = base_hash(model)
-    if found is None:
+def _present_hash(model: PreTrainedModel) -> str:
+    mark = base_hash(model)
+    if mark is None:
         raise HfGrowError("The model's weights are not all in memory: load it without offloading.")
-    return found
+    return mark
 
 
-def _unweighted(model: Any) -> Any:
+def _unweighted(model: PreTrainedModel) -> Any:
     """A growable model of the same sizes without memory, to be asked before the model itself is touched."""
     with torch.device("meta"):
         return make_growable(type(model)(copy.deepcopy(model.config)))
 
 
 def _replace_growth(
-    model: Any, sizes: dict[LayerKey, AttentionDims], weights: dict[str, Tensor], history: dict, optimizer: Any
+    model: PreTrainedModel,
+    sizes: dict[LayerKey, AttentionDims],
+    weights: dict[str, Tensor],
+    history: dict,
+    optimizer: torch.optim.Optimizer | None,
 ) -> None:
     """Keep the base's weights, with these new ones behind them."""
     changes = []
@@ -305,12 +310,12 @@ def _with_growth(site: AttentionSite, weights: dict[str, Tensor]) -> Blocks:
     """The base's weights of an attention module and, behind them, new ones."""
     blocks: Blocks = {}
     for role, block in read_blocks(site).items():
-        found = _by_columns(role, leading(block, role, site.attention.base_dims))
+        weight = _by_columns(role, leading(block, role, site.attention.base_dims))
         for dim, part in ((1, "columns"), (0, "heads")):
             new = weights.get(_key(_layer_key(site), role, part))
             # Also without anything new this is a copy, so that the memory of what is removed can be freed.
-            found = torch.cat([found] if new is None else [found, new.to(found)], dim)
-        blocks[role] = _by_columns(role, found)
+            weight = torch.cat([weight] if new is None else [weight, new.to(weight)], dim)
+        blocks[role] = _by_columns(role, weight)
     return blocks
 
 
@@ -358,7 +363,7 @@ def _key(place: LayerKey, role: str, part: str) -> str:
     return f"{place[0]}.{place[1]}.{role}.{part}"
 
 
-def _description(model: Any, sites: list[AttentionSite]) -> dict[str, Any]:
+def _description(model: PreTrainedModel, sites: list[AttentionSite]) -> dict[str, Any]:
     """What growth.json says beside the history."""
     return {
         "format": FORMAT,
@@ -377,7 +382,7 @@ def _sizes(record: dict[str, list[dict]]) -> Iterator[tuple[LayerKey, AttentionD
             yield (attention_type, layer), AttentionDims(**dims)
 
 
-def _dtype(model: Any) -> str:
+def _dtype(model: PreTrainedModel) -> str:
     return ", ".join(sorted({str(weight.dtype).removeprefix("torch.") for _, weight in base_parameters(model)}))
 
 

@@ -2,11 +2,11 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from transformers import PreTrainedModel
 
 from hf_grow.growth.kinds import KINDS, Kind
 
@@ -45,7 +45,7 @@ The full record is in `growth.json`.
 """
 
 
-def write_model_card(model: Any, folder: Path) -> None:
+def write_model_card(model: PreTrainedModel, folder: Path) -> None:
     """Write README.md and its plot into the folder of a checkpoint."""
     summary = model.growth_summary()
     plot_sizes(summary, folder / PLOT_FILE)

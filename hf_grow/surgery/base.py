@@ -1,12 +1,13 @@
 """The base model inside a grown one: growth stands behind its columns and heads, so the two can be told apart."""
 
-import hashlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from hf_grow.files import digest
 from hf_grow.modeling.growable_attention import AttentionSite, attention_sites, in_rows
 from hf_grow.surgery.blocks import leading, read_blocks, write_blocks
 
@@ -41,7 +42,7 @@ def _all_true(parameter: Tensor) -> Tensor:
     return torch.ones(parameter.shape, dtype=torch.bool, device=parameter.device)
 
 
-def without_adapters(model: Any) -> Any:
+def without_adapters(model: PreTrainedModel) -> Any:
     """The model that PEFT has wrapped, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -51,7 +52,7 @@ def has_adapters(model: nn.Module) -> bool:
     return any(inside in module._modules for module in model.modules() for inside in WRAPPED)
 
 
-def has_grown(model: Any) -> bool:
+def has_grown(model: PreTrainedModel) -> bool:
     """Whether any attention module has other sizes than its base."""
     return any(site.attention.dims != site.attention.base_dims for site in attention_sites(model))
 
@@ -64,14 +65,11 @@ def base_hash(model: nn.Module, *, growth: bool = False) -> str | None:
     model = without_adapters(model)
     sites = [] if growth else attention_sites(model)
     parts = {parameter: part for site in sites for parameter, part in base_parts(site)}
-    digest = hashlib.blake2b(digest_size=16)
-    for name, parameter in base_parameters(model):
-        values = parts.get(parameter, parameter).detach()
-        if values.device.type == "meta":
-            return None
-        digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
-        digest.update(values.to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    weights = {name: parts.get(parameter, parameter) for name, parameter in base_parameters(model)}
+    if any(values.device.type == "meta" for values in weights.values()):
+        return None
+    named = ((f"{name} {values.dtype} {tuple(values.shape)}", values) for name, values in weights.items())
+    return digest(part for pair in named for part in pair)
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

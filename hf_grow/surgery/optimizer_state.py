@@ -66,7 +66,7 @@ class CarriedState:
         return self.summary
 
 
-def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The torch optimizer inside Accelerate's wrapper, if it is one whose parameters may change."""
     inside = getattr(optimizer, "optimizer", None)
     plain = inside if isinstance(inside, torch.optim.Optimizer) else optimizer
@@ -79,7 +79,7 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def swap_parameters(
-    optimizer: Any,
+    optimizer: torch.optim.Optimizer,
     pairs: Mapping[nn.Parameter, nn.Parameter],
     carried: Callable[[nn.Parameter, State], State | None],
 ) -> None:
@@ -97,7 +97,7 @@ def swap_parameters(
             plain.state[new] = kept
 
 
-def carry_state(optimizer: Any, replacements: Sequence[Replacement]) -> CarriedState:
+def carry_state(optimizer: torch.optim.Optimizer, replacements: Sequence[Replacement]) -> CarriedState:
     """What an optimizer needs to go on after these replacements; refused before anything changes if it cannot."""
     plain = plain_optimizer(optimizer)
     options = {parameter: group for group in plain.param_groups for parameter in group["params"]}

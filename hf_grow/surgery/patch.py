@@ -78,10 +78,10 @@ def _describe(weight: Any) -> str:
 
 
 def _check_stock_attention(model: PreTrainedModel, family: type[GrowableModel]) -> None:
-    found = [(name, module) for name, module in model.named_modules() if family.attention_class(module)]
-    if not found:
+    modules = [(name, module) for name, module in model.named_modules() if family.attention_class(module)]
+    if not modules:
         raise HfGrowError(f"{type(model).__name__} has no stock attention module to make growable.")
-    for name, module in found:
+    for name, module in modules:
         parent = model.get_submodule(name.rpartition(".")[0])
         check_site(AttentionSite(name, module, parent, family.attention_class(module).layout))
         wrapped = module.__dict__.get("_old_forward", module.__dict__.get("forward"))
@@ -110,7 +110,7 @@ def _rebind_wrapped_forwards(model: nn.Module) -> None:
                 site.attention.__dict__[name] = MethodType(type(site.attention).forward, site.attention)
 
 
-def _adopt_remote_code(model: Any, family: type[GrowableModel]) -> Any:
+def _adopt_remote_code(model: PreTrainedModel, family: type[GrowableModel]) -> Any:
     """A model loaded with trust_remote_code has classes of the same names, from the checkpoint's copy of the code."""
     local = vars(sys.modules[family.__module__])
     for module in model.modules():

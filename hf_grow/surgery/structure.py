@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from hf_grow.errors import HfGrowError
 from hf_grow.fields import formerly
@@ -32,7 +33,7 @@ from hf_grow.surgery.patch import check_site
 @torch.inference_mode(False)
 @torch.no_grad()
 def widen_query_key(
-    model: Any,
+    model: PreTrainedModel,
     layer: int,
     columns: int,
     *,
@@ -40,7 +41,7 @@ def widen_query_key(
     key: torch.Tensor | None = None,
     attention_type: str = "self",
     generator: torch.Generator | None = None,
-    optimizer: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
     """Add query/key columns to every head of a layer.
 
@@ -59,7 +60,7 @@ def widen_query_key(
 @torch.inference_mode(False)
 @torch.no_grad()
 def widen_value(
-    model: Any,
+    model: PreTrainedModel,
     layer: int,
     columns: int,
     *,
@@ -67,7 +68,7 @@ def widen_value(
     output: torch.Tensor | None = None,
     attention_type: str = "self",
     generator: torch.Generator | None = None,
-    optimizer: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
     """Add value columns to every head of a layer.
 
@@ -87,7 +88,7 @@ def widen_value(
 @torch.inference_mode(False)
 @torch.no_grad()
 def add_heads(
-    model: Any,
+    model: PreTrainedModel,
     layer: int,
     heads: int,
     *,
@@ -97,7 +98,7 @@ def add_heads(
     output: torch.Tensor | None = None,
     attention_type: str = "self",
     generator: torch.Generator | None = None,
-    optimizer: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
     """Add heads of the layer's present sizes. With grouped keys, one head more is one key/value head and its queries.
 
@@ -117,7 +118,12 @@ def add_heads(
 @torch.inference_mode(False)
 @torch.no_grad()
 def drop_query_key(
-    model: Any, layer: int, columns: Iterable[int], *, attention_type: str = "self", optimizer: Any = None
+    model: PreTrainedModel,
+    layer: int,
+    columns: Iterable[int],
+    *,
+    attention_type: str = "self",
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
     """Remove the query/key columns with these indices from every head of a layer. Rotated columns must stay."""
     site = find_site(model, layer, attention_type)
@@ -137,7 +143,7 @@ def drop_query_key(
     commit(model, [change], _event(site, "query_key_columns", -len(dropped)), optimizer)
 
 
-def find_site(model: Any, layer: int, attention_type: str = "self") -> AttentionSite:
+def find_site(model: PreTrainedModel, layer: int, attention_type: str = "self") -> AttentionSite:
     """The attention module of a layer, checked to be one that can be grown."""
     if not isinstance(model, GrowableModel):
         raise HfGrowError(f"{type(model).__name__} is not growable yet: call hf_grow.make_growable(model) first.")
@@ -188,10 +194,10 @@ class Change:
                 raise HfGrowError(f"The new weights of {self.site.name} would not be finite; nothing was changed.")
             new = new_parameters(projection, weight, bias)
             lines = _lines(in_rows(projection, weight_origin), projection.weight.shape[1])
-            found = {"weight": Replacement(projection.weight, new["weight"], lines)}
+            parameters = {"weight": Replacement(projection.weight, new["weight"], lines)}
             if bias_origin is not None:
-                found["bias"] = Replacement(projection.bias, new["bias"], (bias_origin.clone(),))
-            yield projection, found
+                parameters["bias"] = Replacement(projection.bias, new["bias"], (bias_origin.clone(),))
+            yield projection, parameters
 
     def _origins(self) -> Blocks:
         """For each entry of the new weights, the place of the present one it continues; -1 for a new one."""
@@ -229,7 +235,10 @@ def _same(projection: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> b
 @torch.inference_mode(False)
 @torch.no_grad()
 def commit(
-    model: Any, changes: Sequence[Change], event: dict[str, Any] | None, optimizer: Any = None
+    model: PreTrainedModel,
+    changes: Sequence[Change],
+    event: dict[str, Any] | None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> CarriedState | None:
     """Put new weights into a model and record the event. All memory is taken before the first weight changes.
 
@@ -237,13 +246,13 @@ def commit(
     """
     sizes = [change.dims for change in changes]
     ready = [pair for change in changes for pair in change.replacements()]
-    replaced = [replacement for _, found in ready for replacement in found.values()]
+    replaced = [replacement for _, parameters in ready for replacement in parameters.values()]
     carried = None if optimizer is None else carry_state(optimizer, replaced)
     versions = {name: version(name) for name in ("hf-grow", "torch", "transformers")}
     first = event is not None and model.growth_history.get("base_hash") is None
     base = base_hash(model) if first else None
-    for projection, found in ready:
-        install(projection, {name: replacement.new for name, replacement in found.items()})
+    for projection, parameters in ready:
+        install(projection, {name: replacement.new for name, replacement in parameters.items()})
     for change, dims in zip(changes, sizes, strict=True):
         change.site.attention.set_dims(dims)
     if carried is not None:

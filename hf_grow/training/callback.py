@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, is_initialized
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from hf_grow.errors import HfGrowError
-from hf_grow.fields import from_dict, one_of, require, to_dict
+from hf_grow.fields import completed, from_dict, one_of, require, to_dict
 from hf_grow.growth.config import GrowthConfig
 from hf_grow.growth.report import GrowthReport
 from hf_grow.measuring.config import CollectConfig
@@ -23,7 +23,7 @@ from hf_grow.surgery.base import has_grown
 from hf_grow.surgery.optimizer_state import plain_optimizer
 from hf_grow.surgery.patch import make_growable
 from hf_grow.training.checks import labelled
-from hf_grow.training.distributed import Processes, rewrap, wrappers_of
+from hf_grow.training.distributed import LaunchedProcesses, rewrap, wrappers_of
 from hf_grow.training.feed import random_numbers
 from hf_grow.training.new_weights import TRAIN, NewWeightsOfRun
 from hf_grow.training.resume import WatchedModel
@@ -140,7 +140,7 @@ class GrowthCallback(TrainerCallback, ExportableState):
         self._training = False
         self._new_weights.let_go()
 
-    def _make_ready(self, args: Any, model: Any) -> WatchedModel:
+    def _make_ready(self, args: Any, model: PreTrainedModel) -> WatchedModel:
         _check_supported(args, model)
         if self.schedule.plateau is not None and str(getattr(args.eval_strategy, "value", args.eval_strategy)) == "no":
             raise HfGrowError("A plateau is one of the evaluation loss: set eval_strategy and give an eval_dataset.")
@@ -150,7 +150,7 @@ class GrowthCallback(TrainerCallback, ExportableState):
             self._watched = WatchedModel.watch(model, args.resume_from_checkpoint, args.output_dir)
         return self._watched
 
-    def _restore(self, state: Any, model: Any) -> None:
+    def _restore(self, state: Any, model: PreTrainedModel) -> None:
         """Take over how far the schedule was at a checkpoint; a run from the start begins anew."""
         self.progress = GrowthState(self.schedule)
         if self._saved.get("own_batches") and self.batches is None:
@@ -163,12 +163,14 @@ class GrowthCallback(TrainerCallback, ExportableState):
         if state.global_step > 0:
             own = self.state()["args"]
             if isinstance(entries, list):
-                entries = next((entry for entry in reversed(entries) if entry["args"] == own), self.state())
+                entries = next((entry for entry in reversed(entries) if _arguments(entry) == own), self.state())
             saved = entries["attributes"]["_saved"]
             self.progress = GrowthState.from_dict(self.schedule, saved["progress"])
             model.config.growth_history = saved.get("history") or model.config.growth_history
 
-    def _check_run(self, args: Any, state: Any, model: Any, optimizer: Any, dataloader: Any) -> None:
+    def _check_run(
+        self, args: Any, state: Any, model: PreTrainedModel, optimizer: torch.optim.Optimizer, dataloader: Any
+    ) -> None:
         plain = plain_optimizer(optimizer)
         present = set(model.parameters())
         if not all(parameter in present for group in plain.param_groups for parameter in group["params"]):
@@ -199,7 +201,7 @@ class GrowthCallback(TrainerCallback, ExportableState):
             step,
             collect=self.collect,
             optimizer=optimizer,
-            accelerator=Processes(),
+            accelerator=LaunchedProcesses(),
         )
         if report is None:
             return False
@@ -211,7 +213,7 @@ class GrowthCallback(TrainerCallback, ExportableState):
             logger.info("Grown at step %d: %s", step, report)
         return True
 
-    def _follow(self, model: Any, optimizer: Any) -> None:
+    def _follow(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
         """Let new weights learn as they should; refused where the optimizer does not have them."""
         self._new_weights.follow(model, optimizer)
         if self.train == "new":
@@ -221,8 +223,8 @@ class GrowthCallback(TrainerCallback, ExportableState):
                     "The optimizer lacks what is to learn: give the callback to the Trainer's callbacks=[…]."
                 )
 
-    def _rewrap(self, model: Any) -> None:
-        if Processes().num_processes > 1:
+    def _rewrap(self, model: PreTrainedModel) -> None:
+        if LaunchedProcesses().num_processes > 1:
             for wrapper in wrappers_of(model):
                 rewrap(wrapper)
 
@@ -231,7 +233,7 @@ class GrowthCallback(TrainerCallback, ExportableState):
 
         The dataloader itself is not touched: its order is part of the run.
         """
-        dataset, processes = dataloader.dataset, Processes()
+        dataset, processes = dataloader.dataset, LaunchedProcesses()
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise HfGrowError("A streamed training set cannot be drawn from: give the GrowthCallback batches=[…].")
         if len(dataset) < processes.num_processes:
@@ -252,7 +254,12 @@ def _config(value: Any, cls: type) -> Any:
     return from_dict(cls, value) if isinstance(value, Mapping) else require(value, cls)
 
 
-def _check_supported(args: Any, model: Any) -> None:
+def _arguments(entry: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a callback that a Trainer has saved; its growth perhaps with fields of other names."""
+    return entry["args"] | {"growth": completed(GrowthConfig, entry["args"]["growth"])}
+
+
+def _check_supported(args: Any, model: PreTrainedModel) -> None:
     """Refuse what would train without its growth, in one sentence each."""
     accelerator = AcceleratorState() if is_initialized() else None
     if args.fsdp or getattr(accelerator, "fsdp_plugin", None) is not None:

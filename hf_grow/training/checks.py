@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 from peft import PeftModel
+from transformers import PreTrainedModel
 
 from hf_grow.errors import HfGrowError
 from hf_grow.growth.config import GrowthConfig
@@ -39,7 +40,7 @@ def check_accelerator(accelerator: Accelerator, config: TrainConfig) -> None:
         )
 
 
-def check_model(model: Any, config: TrainConfig, shard: Any) -> None:
+def check_model(model: PreTrainedModel, config: TrainConfig, shard: Any) -> None:
     """Refuse a model that cannot be trained like this."""
     if isinstance(model, PeftModel) and not isinstance(model.get_base_model(), GrowableModel):
         raise HfGrowError("Make the model growable before PEFT wraps it.")
@@ -61,7 +62,11 @@ def check_model(model: Any, config: TrainConfig, shard: Any) -> None:
 
 
 def check_schedule(
-    model: Any, config: TrainConfig, growth: GrowthConfig | None, schedule: GrowthSchedule | None, evaluates: bool
+    model: PreTrainedModel,
+    config: TrainConfig,
+    growth: GrowthConfig | None,
+    schedule: GrowthSchedule | None,
+    evaluates: bool,
 ) -> None:
     """Refuse growth that cannot work or would never come, before anything is trained."""
     if growth is None or schedule is None:
@@ -86,12 +91,12 @@ def check_schedule(
             raise HfGrowError("train='new' needs something new: grow the model first, or at step 0.")
 
 
-def labelled(model: Any, batches: list[Batch]) -> list[Batch]:
+def labelled(model: PreTrainedModel, batches: list[Batch]) -> list[Batch]:
     """The batches that give a loss: where all tokens are left out of it, it is not a number."""
     return [batch for batch in batches if Passes(model).weight(batch) > 0]
 
 
-def check_batches(model: Any, batches: Iterable[Batch], what: str) -> None:
+def check_batches(model: PreTrainedModel, batches: Iterable[Batch], what: str) -> None:
     """Refuse data that does not fit the model or gives no loss, as far as the first batch with labels tells."""
     for batch in batches:
         check_length(model, batch)
@@ -102,7 +107,7 @@ def check_batches(model: Any, batches: Iterable[Batch], what: str) -> None:
     raise HfGrowError(f"The first batches of the {what} data hold no labels: there is nothing to learn from.")
 
 
-def check_length(model: Any, batch: Batch) -> None:
+def check_length(model: PreTrainedModel, batch: Batch) -> None:
     """Refuse sequences with more tokens than the model has positions."""
     ids, most = batch.get("input_ids"), getattr(model.config, "max_position_embeddings", None)
     if torch.is_tensor(ids) and most is not None and ids.shape[-1] > most:

@@ -1,14 +1,14 @@
 """What the user wants of training. Checked when made."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import SchedulerType
 
 from hf_grow.errors import HfGrowError
-from hf_grow.fields import is_number, one_of, whole
+from hf_grow.fields import former_attributes, is_number, one_of, to_dict, warn_renamed, whole
 from hf_grow.training.new_weights import TRAIN
 
 PRECISIONS = ("no", "bf16", "fp16")
@@ -19,6 +19,7 @@ LR_SCHEDULES = ("linear", "cosine", "constant_with_warmup", "constant")
 FREE_ON_RESUME = ("steps", "eval_every", "save_every", "log_every", "keep", "tracker", "batch_size", "accumulation")
 
 
+@former_attributes(scheduler_type="lr_scheduler_type")
 @dataclass(frozen=True)
 class TrainConfig:
     """How to train.
@@ -111,9 +112,9 @@ class TrainConfig:
             raise HfGrowError(f"The device {device.type} cannot train in {self.precision}: use precision {other}.")
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return values | {"betas": list(self.betas)}
+        """Plain values for JSON, as `hf_grow.fields.to_dict` gives them; goes with 0.3."""
+        warn_renamed("TrainConfig.as_dict()", "hf_grow.fields.to_dict(config)")
+        return to_dict(self)
 
 
 def _share(value: Any) -> bool:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_grow.errors import HfGrowError
 
 
-class Processes:
+class LaunchedProcesses:
     """The processes of a run, with what growth needs of an accelerator, where none is at hand.
 
     A second `Accelerator` would change how the first one accumulates gradients.
@@ -24,9 +24,9 @@ class Processes:
         self.process_index: int = state.process_index
         self.device = state.device
 
-    def reduce(self, value: Tensor, reduction: str = "sum") -> Tensor:
+    def reduce(self, tensor: Tensor, reduction: str = "sum") -> Tensor:
         """The sum (or mean) over all processes."""
-        return reduce(value, reduction)
+        return reduce(tensor, reduction)
 
 
 def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:

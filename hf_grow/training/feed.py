@@ -4,7 +4,6 @@ So a run that is taken up again goes on with the same sequences, and two process
 batch would. Epochs follow one another without a gap, each in an order of its own.
 """
 
-import hashlib
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from hf_grow.errors import HfGrowError
-from hf_grow.files import first_line
+from hf_grow.files import digest, first_line
 from hf_grow.running.passes import Batch
 
 Collate = Callable[[list[Any]], Batch]
@@ -114,10 +113,8 @@ class Feed:
     def mark(self) -> dict[str, Any]:
         """What tells these rows from others: how many there are, if that is known, and the first and last one."""
         ends = [self.rows[0], self.rows[len(self.rows) - 1]] if self.numbered else [next(iter(self.rows), None)]
-        digest = hashlib.blake2b(digest_size=16)
-        for row in ends:
-            digest.update(json.dumps(row, default=_plain, sort_keys=True).encode())
-        return {"rows": len(self.rows) if self.numbered else None, "ends": digest.hexdigest()}
+        marks = (json.dumps(row, default=_plain, sort_keys=True) for row in ends)
+        return {"rows": len(self.rows) if self.numbered else None, "ends": digest(marks)}
 
     def _collated(self, rows: list[Any], *marks: int) -> Batch:
         with random_numbers(self.seed, *marks, self.process, 3):

@@ -105,7 +105,7 @@ class NewWeights:
             if part.parameter.grad is not None:
                 part.parameter.grad = part.masked(part.parameter.grad)
 
-    def attach(self, optimizer: Any) -> "NewWeights":
+    def attach(self, optimizer: torch.optim.Optimizer) -> "NewWeights":
         """Correct every step that the optimizer takes from now on."""
         plain = plain_optimizer(optimizer)
         self._step_hooks.append(plain.register_step_pre_hook(self._before_step))
@@ -144,7 +144,7 @@ class NewWeightsOfRun:
         self.train, self.multiplier = train, learning_rate_multiplier
         self._followed: NewWeights | None = None
 
-    def follow(self, model: nn.Module, optimizer: Any) -> None:
+    def follow(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Let the new weights that there are learn as they should, from now on or after growth."""
         if self._followed is None and (self.train == "new" or self.multiplier != 1):
             new_weights = NewWeights(model, train=self.train, learning_rate_multiplier=self.multiplier)

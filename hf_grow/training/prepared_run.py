@@ -1,12 +1,13 @@
 """A training run before its first step: all that it needs, checked, and where it starts from."""
 
 from collections.abc import Callable
-from dataclasses import InitVar, asdict, dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_grow.errors import HfGrowError
 from hf_grow.fields import to_dict
@@ -45,7 +46,7 @@ class PreparedRun:
     schedule: GrowthSchedule | None
     collect: CollectConfig | None
     folder: Path | None
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     make_optimizer: MakeOptimizer
     shard: Shard | None
     accelerator: Accelerator
@@ -53,7 +54,7 @@ class PreparedRun:
     settings: dict[str, Any] = field(init=False)
     base: str | None = field(init=False)
 
-    def __post_init__(self, model: Any) -> None:
+    def __post_init__(self, model: PreTrainedModel) -> None:
         inner, evaluates = without_adapters(model), self.eval_batches is not None
         check_model(model, self.config, self.shard)
         check_schedule(model, self.config, self.growth, self.schedule, evaluates=evaluates)
@@ -67,13 +68,13 @@ class PreparedRun:
         self.settings = {
             "model": {"model_type": inner.config.model_type, "sizes": inner.config.hf_grow},
             "data": self.feed.mark(),
-            "train": {**self.config.as_dict(), "sequences_per_step": self.feed.sequences_per_step},
+            "train": {**to_dict(self.config), "sequences_per_step": self.feed.sequences_per_step},
             "growth": None if self.growth is None else to_dict(self.growth),
-            "schedule": None if self.schedule is None else asdict(self.schedule),
+            "schedule": None if self.schedule is None else to_dict(self.schedule),
             "collect": None if self.collect is None else to_dict(self.collect),
         }
 
-    def evaluate(self, model: Any) -> float:
+    def evaluate(self, model: PreTrainedModel) -> float:
         """The mean loss of the model, as it is by now, on the evaluation data of all processes."""
         if self.eval_batches is None:
             raise HfGrowError("There is no evaluation data: give eval_rows.")
@@ -84,12 +85,12 @@ class PreparedRun:
         reshard(model)
         return loss
 
-    def at_first_step(self, model: Any) -> "Start":
+    def at_first_step(self, model: PreTrainedModel) -> "Start":
         """The beginning, with a model as it was given."""
         events = None if self.schedule is None else GrowthState(self.schedule)
         return Start(model, RunState(self.settings, self.base), events, None)
 
-    def at_checkpoint(self, place: Path, model: Any) -> "Start":
+    def at_checkpoint(self, place: Path, model: PreTrainedModel) -> "Start":
         """A checkpoint, whose weights the model gets; refused if it is of another run."""
         state, saved = load_run(place, model, RunState(self.settings, self.base), FREE_ON_RESUME)
         events = None if self.schedule is None else GrowthState.from_dict(self.schedule, state.growth)
@@ -103,7 +104,7 @@ class Start:
     saved  of a checkpoint: the states of its optimizer, the schedule of its learning rate, and its gradients' scaler
     """
 
-    model: Any
+    model: PreTrainedModel
     state: RunState
     events: GrowthState | None
     saved: dict[str, Any] | None

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hf_grow.errors import HfGrowError
 from hf_grow.modeling.growable_attention import in_rows
@@ -32,7 +34,7 @@ class SizesFromCheckpoint:
         self.folders = [Path(folder).resolve() for folder in folders if folder]
         self.replaced: list[tuple[nn.Parameter, nn.Parameter]] = []
 
-    def __call__(self, model: Any, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    def __call__(self, model: PreTrainedModel, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
         """Resize the model where the incoming weights are of other sizes than its own."""
         present = {name: parameter for name, parameter in model.named_parameters() if prefix + name in state_dict}
         incoming = {name: tuple(state_dict[prefix + name].shape) for name in present}
@@ -47,7 +49,7 @@ class SizesFromCheckpoint:
         now = dict(model.named_parameters())
         self.replaced += [(present[name], now[name]) for name in present if present[name] is not now[name]]
 
-    def _find(self, model: Any, incoming: Shapes) -> tuple[dict, Path]:
+    def _find(self, model: PreTrainedModel, incoming: Shapes) -> tuple[dict, Path]:
         for folder in self._candidates():
             try:
                 record = json.loads((folder / "config.json").read_text(encoding="utf-8"))["hf_grow"]
@@ -74,17 +76,17 @@ class SizesFromCheckpoint:
 class WatchedModel:
     """A model that takes the sizes of a run's checkpoints when their weights are loaded into it."""
 
-    model: Any
+    model: PreTrainedModel
     sizes: SizesFromCheckpoint
 
     @classmethod
-    def watch(cls, model: Any, *folders: str | Path | None) -> "WatchedModel":
+    def watch(cls, model: PreTrainedModel, *folders: str | Path | None) -> "WatchedModel":
         """Watch a model from now on, for checkpoints of these folders."""
         sizes = SizesFromCheckpoint(*folders)
         model.register_load_state_dict_pre_hook(sizes)
         return cls(model, sizes)
 
-    def exchange(self, optimizer: Any) -> bool:
+    def exchange(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether parameters had to give way; the optimizer gets the new ones, with a state that fits, if it has it."""
         new = dict(self.sizes.replaced)
         swap_parameters(optimizer, {old: _last(old, new) for old in new}, _fitting)
@@ -105,7 +107,7 @@ def _last(parameter: nn.Parameter, new: dict[nn.Parameter, nn.Parameter]) -> nn.
     return parameter
 
 
-def _attention_shapes(model: Any, record: Any) -> Shapes:
+def _attention_shapes(model: PreTrainedModel, record: Any) -> Shapes:
     """The shapes that the parameters of all attention projections have with recorded sizes, by name."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     shapes: Shapes = {}

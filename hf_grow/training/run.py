@@ -14,6 +14,7 @@ from tqdm import tqdm
 from transformers import get_scheduler
 
 from hf_grow.errors import HfGrowError
+from hf_grow.fields import to_dict
 from hf_grow.files import clear_errors
 from hf_grow.growth.report import GrowthReport
 from hf_grow.running.passes import Batch, Passes
@@ -57,7 +58,7 @@ def begin_run(prepared: PreparedRun, start: Start, ends: ExitStack) -> "Run":
     stepper = accelerator.prepare_optimizer(optimizer)
     ends.callback(_forget, accelerator, stepper)
     if config.tracker is not None:
-        accelerator.init_trackers("hf_grow", {name: str(value) for name, value in config.as_dict().items()})
+        accelerator.init_trackers("hf_grow", {name: str(value) for name, value in to_dict(config).items()})
     return Run(
         prepared=prepared,
         wrapper=wrapper,

@@ -8,23 +8,31 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from hf_grow.errors import HfGrowError
+from hf_grow.fields import completed, to_dict
 from hf_grow.files import clear_errors, replacing
+from hf_grow.growth.config import GrowthConfig
+from hf_grow.measuring.config import CollectConfig
 from hf_grow.modeling.growable_model import GROWTH_FILE, GrowableModel, read_history, resize
 from hf_grow.saving.checkpoint import weight_files
 from hf_grow.surgery.base import has_adapters
+from hf_grow.training.config import TrainConfig
+from hf_grow.training.schedule import GrowthSchedule
 
 STATE_FILE, OPTIMIZER_FILE, LEARNING_FILE = "trainer_state.json", "optimizer.pt", "learning.safetensors"
 PREFIX = "checkpoint-"
+# The settings of a run that are configs.
+CONFIGS = {"train": TrainConfig, "growth": GrowthConfig, "schedule": GrowthSchedule, "collect": CollectConfig}
 FORMAT = 1
 
 
@@ -56,7 +64,13 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def save_run(
-    folder: Path, model: Any, state: RunState, training: Mapping[str, Any], *, tokenizer: Any = None, keep: int = 2
+    folder: Path,
+    model: PreTrainedModel,
+    state: RunState,
+    training: Mapping[str, Any],
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    keep: int = 2,
 ) -> Path:
     """Write a checkpoint of the present step and drop all but the newest ones."""
     place = folder / f"{PREFIX}{state.step}"
@@ -68,13 +82,13 @@ def save_run(
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
         torch.save(dict(training), aside / OPTIMIZER_FILE)
-        content = json.dumps({"format": FORMAT, **asdict(state)}, indent=1)
+        content = json.dumps({"format": FORMAT, **to_dict(state)}, indent=1)
         (aside / STATE_FILE).write_text(content + "\n", encoding="utf-8")
     _drop_old(folder, keep)
     return place
 
 
-def _is_whole(model: Any) -> bool:
+def _is_whole(model: PreTrainedModel) -> bool:
     """Whether `save_pretrained` would write all of the model, not its adapters alone."""
     return isinstance(model, GrowableModel) and not has_adapters(model)  # type: ignore[arg-type]
 
@@ -110,7 +124,9 @@ def _learning(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().contiguous() for name, value in model.named_parameters() if value.requires_grad}
 
 
-def load_run(place: Path, model: Any, expected: RunState, free: tuple[str, ...]) -> tuple[RunState, dict[str, Any]]:
+def load_run(
+    place: Path, model: PreTrainedModel, expected: RunState, free: tuple[str, ...]
+) -> tuple[RunState, dict[str, Any]]:
     """What a checkpoint holds, checked against the run that is about to take it up; the model gets its weights.
 
     `expected` has the settings and the base of that run, of which `free` ones of training may differ. The model changes
@@ -145,11 +161,13 @@ def _read(place: Path) -> tuple[RunState, dict[str, Any]]:
 def _check_settings(place: Path, saved: dict[str, Any], wanted: dict[str, Any], free: tuple[str, ...]) -> None:
     plain = json.loads(json.dumps(wanted))
     for part in plain:
-        if not isinstance(plain[part], dict) or not isinstance(saved.get(part), dict):
-            different = [part] if saved.get(part) != plain[part] else []
+        before = saved.get(part)
+        if not isinstance(plain[part], dict) or not isinstance(before, dict):
+            different = [part] if before != plain[part] else []
         else:
-            names = (plain[part].keys() | saved[part].keys()) - set(free if part == "train" else ())
-            different = sorted(name for name in names if plain[part].get(name) != saved[part].get(name))
+            before = completed(CONFIGS[part], before) if part in CONFIGS else before
+            names = (plain[part].keys() | before.keys()) - set(free if part == "train" else ())
+            different = sorted(name for name in names if plain[part].get(name) != before.get(name))
         if different:
             raise HfGrowError(
                 f"{place} is of a run with other settings ({part}: {', '.join(different)}): take it up with the same, "
@@ -157,7 +175,7 @@ def _check_settings(place: Path, saved: dict[str, Any], wanted: dict[str, Any], 
             )
 
 
-def _load_grown(place: Path, model: Any) -> None:
+def _load_grown(place: Path, model: PreTrainedModel) -> None:
     """The sizes and weights of a checkpoint, into a model of the same kind."""
     with clear_errors(place):
         config = json.loads((place / "config.json").read_text(encoding="utf-8"))

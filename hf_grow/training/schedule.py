@@ -6,15 +6,18 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any
 
+import torch
+from transformers import PreTrainedModel
+
 from hf_grow.errors import HfGrowError, NothingToGain
-from hf_grow.fields import require, whole
+from hf_grow.fields import require, to_dict, whole
 from hf_grow.growth.amounts import check_amounts, fitting_amounts, grown_dims, parameters_added, with_alignment
 from hf_grow.growth.config import GrowthConfig
 from hf_grow.growth.kinds import KINDS, Amounts
 from hf_grow.growth.pipeline import prepare_growth
 from hf_grow.growth.report import GrowthReport
 from hf_grow.measuring.config import CollectConfig
-from hf_grow.running.passes import Batch, growable_sites
+from hf_grow.running.passes import Batch, Processes, growable_sites
 from hf_grow.surgery.place import Place, place_of
 
 logger = logging.getLogger("hf_grow")
@@ -89,7 +92,7 @@ class GrowthState:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, without the schedule."""
-        return {name: value for name, value in vars(self).items() if name != "schedule"}
+        return {name: value for name, value in to_dict(self).items() if name != "schedule"}
 
     @classmethod
     def from_dict(cls, schedule: GrowthSchedule, values: Mapping[str, Any]) -> "GrowthState":
@@ -119,7 +122,7 @@ class GrowthState:
         return not self.full and self.last_step != step and (most is None or self.events < most)
 
 
-def check_first_event(model: Any, growth: GrowthConfig, schedule: GrowthSchedule) -> None:
+def check_first_event(model: PreTrainedModel, growth: GrowthConfig, schedule: GrowthSchedule) -> None:
     """Refuse, before any step, a growth of which already the first event cannot be carried out on a growable model."""
     require(growth, GrowthConfig)
     require(schedule, GrowthSchedule)
@@ -142,15 +145,15 @@ def check_steps(schedule: GrowthSchedule, steps: int) -> None:
 
 
 def grow_on_schedule(
-    model: Any,
+    model: PreTrainedModel,
     batches: Iterable[Batch],
     growth: GrowthConfig,
     state: GrowthState,
     step: int,
     *,
     collect: CollectConfig | None = None,
-    optimizer: Any = None,
-    accelerator: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    accelerator: Processes | None = None,
 ) -> GrowthReport | None:
     """One event that is due: grow and note it in the state; None, with a warning, where there is no room or no gain."""
     state.last_step, state.waited = step, 0
@@ -175,7 +178,7 @@ class NoRoom(HfGrowError):
     """Growth would pass a limit of the schedule, or of what a layer can hold."""
 
 
-def _check_limits(model: Any, growth: GrowthConfig, schedule: GrowthSchedule) -> None:
+def _check_limits(model: PreTrainedModel, growth: GrowthConfig, schedule: GrowthSchedule) -> None:
     """Refuse fixed amounts that are too much for a model."""
     if growth.budget is not None:
         return
@@ -187,7 +190,7 @@ def _check_limits(model: Any, growth: GrowthConfig, schedule: GrowthSchedule) ->
     _check_excess(model, list(zip(places, amounts, strict=True)), schedule)
 
 
-def _check_excess(model: Any, grown: Sequence[tuple[Place, Amounts]], schedule: GrowthSchedule) -> None:
+def _check_excess(model: PreTrainedModel, grown: Sequence[tuple[Place, Amounts]], schedule: GrowthSchedule) -> None:
     """Refuse amounts that would pass a limit."""
     for place, amounts in grown:
         for kind in KINDS.values():
@@ -206,7 +209,7 @@ def _check_parameters(parameters: int, schedule: GrowthSchedule) -> None:
         raise NoRoom(f"The model would have {parameters:,} parameters, more than max_parameters={most:,}.")
 
 
-def _cheapest(model: Any, growth: GrowthConfig) -> int:
+def _cheapest(model: PreTrainedModel, growth: GrowthConfig) -> int:
     """The fewest parameters that any growth takes."""
     align = with_alignment(growth, model.device).align or 1
     costs = []

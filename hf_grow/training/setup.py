@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs
+from transformers import PreTrainedModel
 
 from hf_grow.errors import HfGrowError
 from hf_grow.modeling.growable_attention import attention_sites
@@ -36,7 +37,7 @@ def make_accelerator(config: TrainConfig, folder: str | Path | None) -> Accelera
     return accelerator
 
 
-def learning_parameters(model: Any, train: str) -> list[torch.nn.Parameter]:
+def learning_parameters(model: PreTrainedModel, train: str) -> list[torch.nn.Parameter]:
     """What the optimizer gets: all that learns, or every projection that may get new entries, and adapters."""
     if train == "all":
         learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -62,7 +63,7 @@ def make_optimizer(parameters: list[torch.nn.Parameter], config: TrainConfig) ->
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas)
 
 
-def checkpoint_gradients(model: Any) -> None:
+def checkpoint_gradients(model: PreTrainedModel) -> None:
     """Let a model compute its activations again in the backward pass instead of keeping them."""
     if not model.is_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -102,7 +103,7 @@ def left_as_found(present: Callable[[], Any]) -> Iterator[None]:
                 parameter.grad = None
 
 
-def newest_values(model: Any, history: list[dict[str, Any]], events: int) -> dict[str, str]:
+def newest_values(model: PreTrainedModel, history: list[dict[str, Any]], events: int) -> dict[str, str]:
     """For a progress bar: the last losses, the query/key columns of the heads, and how often the model grew."""
     newest: dict[str, float] = {}
     for entry in history[-20:]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
 
 from hf_grow.surgery.optimizer_state import State, plain_optimizer, swap_parameters
 
@@ -23,7 +24,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def whole_copy(model: Any, skeleton: Any) -> Any:
+def whole_copy(model: PreTrainedModel, skeleton: Any) -> Any:
     """A whole model with the weights of a sharded one, on every process; `skeleton` is what `spread` returned."""
     reshard(model)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
@@ -35,7 +36,7 @@ def whole_copy(model: Any, skeleton: Any) -> Any:
     return copy.deepcopy(skeleton, filled).train(model.training)
 
 
-def gather(model: Any, skeleton: Any, optimizer: Any) -> Any:
+def gather(model: PreTrainedModel, skeleton: Any, optimizer: torch.optim.Optimizer) -> Any:
     """As `whole_copy`, and the optimizer's parameters and state become the whole ones."""
     whole = whole_copy(model, skeleton)
     named = dict(whole.named_parameters())
@@ -44,13 +45,13 @@ def gather(model: Any, skeleton: Any, optimizer: Any) -> Any:
     return whole
 
 
-def whole_state(optimizer: Any) -> dict[str, Any]:
+def whole_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state of an optimizer as torch saves it, with whole tensors."""
     saved = plain_optimizer(optimizer).state_dict()
     return {**saved, "state": {number: _full_state(state) for number, state in saved["state"].items()}}
 
 
-def spread(model: Any, shard: Callable[[Any], Any], optimizer: Any) -> Any:
+def spread(model: PreTrainedModel, shard: Callable[[Any], Any], optimizer: torch.optim.Optimizer) -> Any:
     """Shard a whole model in place, and the optimizer's state with it; returns a copy of it as it was, without weights.
 
     So what is set on its modules, such as dropout or hooks, outlives being gathered.

@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from peft import PeftModel
-from transformers import default_data_collator
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, default_data_collator
 
 from hf_grow.errors import HfGrowError
 from hf_grow.fields import require
@@ -55,7 +55,7 @@ class GrowthTrainer:
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel | PeftModel,
         rows: Any,
         eval_rows: Any = None,
         *,
@@ -65,7 +65,7 @@ class GrowthTrainer:
         schedule: GrowthSchedule | None = None,
         collect: CollectConfig | None = None,
         folder: str | Path | None = None,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         optimizer: MakeOptimizer | None = None,
         shard: Shard | None = None,
         accelerator: Accelerator | None = None,

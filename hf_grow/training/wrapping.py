@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
+import torch
 from accelerate import Accelerator
+from transformers import PreTrainedModel
 
 from hf_grow.training.distributed import rewrap
 from hf_grow.training.sharding import gather, spread, whole_copy
@@ -18,7 +20,7 @@ Shard = Callable[[Any], Any]
 class Wrapper(Protocol):
     """What a training run asks of either form."""
 
-    model: Any
+    model: PreTrainedModel
 
     def __call__(self, **inputs: Any) -> Any:
         """The model's outputs, with gradients that will be those of all processes."""
@@ -36,7 +38,9 @@ class Wrapper(Protocol):
         """Training is over: nothing but the model stays."""
 
 
-def wrap(model: Any, shard: Shard | None, optimizer: Any, accelerator: Accelerator) -> Wrapper:
+def wrap(
+    model: PreTrainedModel, shard: Shard | None, optimizer: torch.optim.Optimizer, accelerator: Accelerator
+) -> Wrapper:
     """The model in the form that was asked for; the parameters of a sharded one are others, also in the optimizer."""
     if shard is None:
         return Replicated(model, accelerator)
@@ -46,7 +50,7 @@ def wrap(model: Any, shard: Shard | None, optimizer: Any, accelerator: Accelerat
 class Replicated:
     """The whole model on each process, inside Accelerate's wrapper if there are many."""
 
-    def __init__(self, model: Any, accelerator: Accelerator) -> None:
+    def __init__(self, model: PreTrainedModel, accelerator: Accelerator) -> None:
         self.model, self.accelerator = model, accelerator
         self._wrapped = accelerator.prepare_model(model)
 
@@ -73,7 +77,7 @@ class Replicated:
 class Sharded:
     """The model spread over the processes by FSDP2, and the optimizer's state with it."""
 
-    def __init__(self, model: Any, shard: Shard, optimizer: Any) -> None:
+    def __init__(self, model: PreTrainedModel, shard: Shard, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.shard, self.optimizer = model, shard, optimizer
         self._skeleton = spread(model, shard, optimizer)
 

@@ -4,11 +4,10 @@ import copy
 
 import pytest
 import torch
-from models import assert_same, batch, causal_model, grow_everything, relative_difference
+from models import assert_same, batch, causal_model, fill_zeros, grow_everything, relative_difference
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraGAConfig, preprocess_loraga
 from runs import make_trainer
-from test_growth_file import fill_zeros
 
 import hf_grow
 from hf_grow import GrowthConfig, HfGrowError, NewWeights, load_grown, make_growable, save_grown, save_growth

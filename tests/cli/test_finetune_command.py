@@ -3,38 +3,21 @@
 import json
 import runpy
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from commands import call, succeed
+from finetunes import BUDGET, LENGTH, loss_on
+from processes import ROOT, launch, run_module
 from runs import interrupted_at
-from test_cli_growth import call, succeed
-from test_data import bert_tokenizer  # noqa: F401
-from test_distributed import launch, run_module
-from test_push import hub  # noqa: F401
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForSequenceClassification
 
 import hf_grow
 from hf_grow import load_adapted, load_grown
-from hf_grow.data import DataConfig, load_batches
 from hf_grow.training.run import Run
 
-ROOT = Path(__file__).parents[1]
-LENGTH = 24
 SMALL = ("--length", LENGTH, "--batch-size", 4, "--growth-sequences", 8, "--steps", 4, "--lr", "1e-3")
-BUDGET = 45_000
 ADAPT = ("--budget", BUDGET)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Texts to train on, and others to evaluate on."""
-    from pydoc_data.topics import topics
-
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "train.txt").write_text("\n\n".join(topics[name] for name in ("assert", "bitwise")), encoding="utf-8")
-    (folder / "other.txt").write_text(topics["numbers"], encoding="utf-8")
-    return folder
 
 
 @pytest.fixture
@@ -42,15 +25,6 @@ def command(data):
     """The words that every call has."""
     evaluation = ("--eval-data", data / "other.txt", "--max-eval-sequences", 4)
     return ("finetune", hf_grow.SMALL_MODEL, "--data", data / "train.txt", *SMALL, *evaluation)
-
-
-@torch.no_grad()
-def loss_on(model, data):
-    """The mean loss on the evaluation data, one sequence after the other."""
-    tokenizer = AutoTokenizer.from_pretrained(hf_grow.SMALL_MODEL)
-    config = DataConfig(length=LENGTH, max_sequences=4, batch_size=1)
-    batches = load_batches(str(data / "other.txt"), tokenizer, hf_grow.small_model(), config=config)
-    return sum(float(model.eval()(**batch).loss) for batch in batches) / len(batches)
 
 
 def test_full_finetuning_grows_at_its_events_and_saves_what_it_reports(command, data, tmp_path):
@@ -270,7 +244,7 @@ def rated(tmp_path):
     return file
 
 
-def test_classifiers_learn_with_their_head_and_labels_out_of_range_are_refused(rated, bert_tokenizer, tmp_path):  # noqa: F811
+def test_classifiers_learn_with_their_head_and_labels_out_of_range_are_refused(rated, bert_tokenizer, tmp_path):
     folder = small_bert(tmp_path / "bert", bert_tokenizer, BertForSequenceClassification, num_labels=2)
     command = ("finetune", folder, "--data", rated, "--steps", 2, "--growth-sequences", 8, "--held-out", "0.2")
     found = json.loads(succeed(*command, "--out", tmp_path / "out", "--method", "grow", "--columns", 1, "--json"))
@@ -314,7 +288,7 @@ def test_the_gpt2_script_adapts_a_frozen_model(data, run_script, tmp_path):
     assert 0 < hf_grow.trainable_parameters(model) <= BUDGET
 
 
-def test_the_bert_script_grows_a_classifier(rated, bert_tokenizer, run_script, tmp_path):  # noqa: F811
+def test_the_bert_script_grows_a_classifier(rated, bert_tokenizer, run_script, tmp_path):
     folder = small_bert(tmp_path / "bert", bert_tokenizer, BertForMaskedLM)
     options = ("--model", folder, "--data", rated, "--out", tmp_path / "out", *SCRIPT, "--columns", 2, "--grow-at", 1)
     assert "evaluation loss" in run_script("scripts/grow_then_finetune_bert.py", *options)
@@ -323,7 +297,7 @@ def test_the_bert_script_grows_a_classifier(rated, bert_tokenizer, run_script, t
     assert type(model).__name__ == "GrowableBertForSequenceClassification"
 
 
-def test_the_example_pushes_where_it_is_told_to(hub, run_script, tmp_path, monkeypatch):  # noqa: F811
+def test_the_example_pushes_where_it_is_told_to(hub, run_script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_TOKEN", "hf_test")
     assert "pushed to" in run_script("examples/push_to_hub.py", "user/grown")
@@ -363,7 +337,7 @@ def test_accelerate_launches_the_command_on_two_processes(command, data, tmp_pat
 
 
 @pytest.mark.slow
-def test_the_bert_script_fills_in_words_on_two_processes(data, bert_tokenizer, tmp_path):  # noqa: F811
+def test_the_bert_script_fills_in_words_on_two_processes(data, bert_tokenizer, tmp_path):
     folder = small_bert(tmp_path / "bert", bert_tokenizer, BertForMaskedLM)
     options = ("--mlm", "--model", folder, "--data", data / "train.txt", *SCRIPT, "--columns", 2, "--grow-at", 0, 2)
     launch(2, "../scripts/grow_then_finetune_bert.py", *options, "--out", tmp_path / "out")

@@ -1,18 +1,15 @@
 """`hf-grow analyze` and `hf-grow grow`: what they print, write, refuse, and whether their numbers are true."""
 
-import io
 import json
-import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pydoc_data.topics import topics
 
 import pytest
 import torch
+from commands import call, succeed
 from transformers import AutoTokenizer
 
 import hf_grow
 from hf_grow import CollectConfig, GrowthPlan, HfGrowError, Statistics, collect_statistics, load_grown, save_grown
-from hf_grow.cli import main
 from hf_grow.cli.output import to_json
 from hf_grow.growth.collect import split_batches
 from hf_grow.growth.insert import insert_growth
@@ -20,24 +17,6 @@ from hf_grow.saving.model_card import describe_event
 
 LENGTH, SEQUENCES = 32, 16
 SMALL = ("--length", LENGTH, "--max-sequences", SEQUENCES, "--batch-size", 4)
-
-
-def call(*arguments):
-    """Run `hf-grow` with these arguments: exit code, standard output, standard error."""
-    before, sys.argv = sys.argv, ["hf-grow", *(str(argument) for argument in arguments)]
-    out, err = io.StringIO(), io.StringIO()
-    try:
-        with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
-            main()
-    finally:
-        sys.argv = before
-    return ended.value.code, out.getvalue(), err.getvalue()
-
-
-def succeed(*arguments):
-    code, out, err = call(*arguments)
-    assert code == 0, err[-2000:]
-    return out
 
 
 @pytest.fixture(scope="module")
@@ -189,13 +168,16 @@ def test_grow_prints_the_plan_and_what_happened_and_takes_grown_models(data, tmp
     assert "growth by 1 query/key column per head in 1 layer: +2,064 parameters" in inspected
 
 
-def test_every_option_reaches_its_config(data):
-    growing = {"align": 5, "steps": "per_layer", "line_search": "full_rank"}
+@pytest.mark.parametrize("step_scope", ["--step-scope", "--steps"])
+def test_every_option_reaches_its_config(data, step_scope):
+    """Also under the name it had in 0.1.0."""
+    growing = {"align": 5, "step_scope": "per_layer", "line_search": "full_rank"}
     collecting = {"collection": "exact", "target": "gradient", "metric": "euclidean", "estimator": "per_sequence"}
     collecting |= {"phases": "split", "ridge": 0.01, "seed": 3}
     options = [
         part for name, value in (growing | collecting).items() for part in (f"--{name.replace('_', '-')}", value)
     ]
+    options[options.index("--step-scope")] = step_scope
     command = ("grow", hf_grow.SMALL_MODEL, "--data", data, *SMALL, "--columns", "2", "--dry-run", "--json", *options)
     report = json.loads(succeed(*command))
     assert {name: report["config"][name] for name in growing} == growing

@@ -9,19 +9,14 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from models import small_model
-from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
-from tokenizers.models import WordPiece
+from texts import TEXTS, CountingTokenizer, assert_equal_batches, bert, gpt2_classifier, plain_concatenation, write_rows
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     BertForMaskedLM,
     BertForQuestionAnswering,
     BertForSequenceClassification,
     BertLMHeadModel,
-    GPT2ForSequenceClassification,
-    PreTrainedTokenizerFast,
 )
 
 import hf_grow
@@ -29,115 +24,15 @@ from hf_grow.data import DataConfig, load_batches
 from hf_grow.data import sequences as sequences_module
 from hf_grow.errors import HfGrowError
 
-TEXTS = [
-    "The statement is executed.\n\n\nThen the next one:\n    indented, with 2 numbers.\n",
-    "",
-    "A class definition defines a class object, see section 3.",
-    "  \n",
-    "Names refer to objects.\tNames are introduced by name binding operations.\r\nLast line without an end",
-] + [f"Document number {number} counts to {number * number}." for number in range(30)]
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_trace_in_the_home_folder(tmp_path_factory):
-    """datasets' caches in a temporary folder."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-        yield
-
-
-@pytest.fixture(scope="module")
-def gpt2():
-    return AutoModelForCausalLM.from_pretrained(hf_grow.SMALL_MODEL).eval()
-
-
-@pytest.fixture
-def tokenizer():
-    return AutoTokenizer.from_pretrained(hf_grow.SMALL_MODEL)
-
-
-@pytest.fixture
-def bert_tokenizer():
-    """Words in letters, with the special tokens of BERT and fewer than 96 ids."""
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    tokens = [*special, *LETTERS, *(f"##{letter}" for letter in LETTERS), *"0123456789.,:"]
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    backend = Tokenizer(WordPiece(vocabulary, unk_token="[UNK]"))
-    backend.normalizer = normalizers.BertNormalizer()
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    names = ("pad", "unk", "cls", "sep", "mask")
-    given = {f"{name}_token": token for name, token in zip(names, special, strict=True)}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **given)
-
-
-def bert(stock_class, **changes):
-    return small_model(stock_class, "bert", **changes)
-
-
-def gpt2_classifier(**changes):
-    config = AutoConfig.from_pretrained(hf_grow.SMALL_MODEL, num_labels=3, **changes)
-    torch.manual_seed(0)
-    return GPT2ForSequenceClassification(config).eval()
-
-
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
-
-
-@pytest.fixture
-def documents(tmp_path):
-    """TEXTS as a file of JSON lines."""
-    return write_rows(tmp_path / "documents.jsonl", [{"text": text} for text in TEXTS])
-
-
-@pytest.fixture
-def rated(tmp_path):
-    """Texts of different lengths with labels 0, 1, 2."""
-    rows = [{"text": "word " * (1 + 3 * number % 11), "label": number % 3} for number in range(20)]
-    return write_rows(tmp_path / "rated.jsonl", rows)
-
-
-def plain_concatenation(texts, tokenizer, border):
-    """All token ids of the texts that are not blank, the border between them."""
-    tokens = []
-    for text in texts:
-        if text.strip():
-            tokens += border * bool(tokens) + tokenizer(text, add_special_tokens=False)["input_ids"]
-    return tokens
-
 
 def packed_tokens(batches):
     return torch.cat([batch["input_ids"].flatten() for batch in batches]).tolist()
-
-
-def assert_equal_batches(first, second):
-    assert len(first) == len(second) > 0
-    for one, other in zip(first, second, strict=True):
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @torch.no_grad()
 def assert_finite_losses(model, batches):
     for batch in batches:
         assert bool(torch.isfinite(model(**batch).loss))
-
-
-class CountingTokenizer:
-    """Counts the characters it is given."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer, self.characters = tokenizer, 0
-
-    def __getattr__(self, name):
-        return getattr(self.tokenizer, name)
-
-    def __call__(self, texts, *args, **kwargs):
-        self.characters += sum(map(len, texts))
-        return self.tokenizer(texts, *args, **kwargs)
 
 
 # Formats, files and folders.

@@ -1,8 +1,5 @@
 """Sequences for training: streams against memory, splits against counting, masking against torch's seed."""
 
-# Fixtures are used by their names.
-# ruff: noqa: F401, F811
-
 import json
 import pickle
 
@@ -11,21 +8,7 @@ import pytest
 import torch
 from models import small_model
 from peft import LoraConfig, get_peft_model
-from test_data import (
-    TEXTS,
-    CountingTokenizer,
-    assert_equal_batches,
-    bert,
-    bert_tokenizer,
-    documents,
-    gpt2,
-    gpt2_classifier,
-    no_trace_in_the_home_folder,
-    plain_concatenation,
-    rated,
-    tokenizer,
-    write_rows,
-)
+from texts import TEXTS, CountingTokenizer, assert_equal_batches, bert, gpt2_classifier, plain_concatenation, write_rows
 from torch.utils.data import DataLoader
 from transformers import BertForMaskedLM, BertForSequenceClassification, BertLMHeadModel
 

@@ -1,24 +1,15 @@
 """Statistics of two processes are those of one on the same data."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from models import relative_difference
+from processes import launch
 
 from hf_grow import Statistics
 
 
 def run(processes, folder, collection, size=7, held_out=0.0):
-    """Collect on so many gloo processes, on loopback."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone"]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    script = Path(__file__).parent / "collect_on_rank.py"
-    arguments = [script, folder, collection, str(size), str(held_out)]
-    done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-2000:]
+    """Collect on so many processes."""
+    launch(processes, "collect_on_rank.py", folder, collection, size, held_out)
     return [Statistics.load(folder / f"{processes}-{rank}.safetensors") for rank in range(processes)]
 
 
@@ -40,7 +31,7 @@ def test_two_processes_find_what_one_finds(tmp_path, collection, held_out):
                 assert relative_difference(other.columns.held_out, one.columns.held_out) < 1e-5
             if collection == "exact":
                 assert relative_difference(other.total().gradient, one.total().gradient) < 1e-5
-    assert pair[0].steps == pair[1].steps
+    assert pair[0].step_sizes == pair[1].step_sizes
 
 
 @pytest.mark.slow
@@ -48,7 +39,7 @@ def test_two_processes_find_what_one_finds(tmp_path, collection, held_out):
 def test_a_process_without_judges_takes_part(tmp_path, collection):
     """Of four sequences, two go to each process; one of the second's judges, and the first has none that does."""
     first, second = run(2, tmp_path, collection, size=4, held_out=0.25)
-    assert first.sequences == second.sequences == 4 and first.steps == second.steps
+    assert first.sequences == second.sequences == 4 and first.step_sizes == second.step_sizes
     for one, other in zip(first.layers, second.layers, strict=True):
         assert one.columns.held_out is not None
         assert relative_difference(other.columns.held_out, one.columns.held_out) < 1e-9

@@ -4,18 +4,22 @@ import argparse
 import copy
 import inspect
 import re
+from dataclasses import replace
 from pydoc_data.topics import topics
 
 import pytest
 import torch
-from models import KINDS
-from test_insert import loss_of
-from test_real_weights import minilm_folder
+from batches import mean_loss
+from models import KINDS, minilm_folder
 from transformers import AutoTokenizer, BertForSequenceClassification
 
 import hf_grow
 from hf_grow import CollectConfig, GrowthConfig, collect_statistics, grow, insert_growth, plan_growth
-from hf_grow.running.passes import split_sequences
+from hf_grow.growth.kinds.head import HeadGrowth, NewHeads
+from hf_grow.growth.layer_growth import LayerGrowth
+from hf_grow.growth.line_search import Trial, usual_step
+from hf_grow.measuring.statistics import uniform_circuit
+from hf_grow.running.passes import Passes, growable_sites, split_sequences
 
 
 def blocks(text, length=64):
@@ -59,14 +63,14 @@ AMOUNTS = [{"columns": 4}, {"value_columns": 4}, {"heads": 1}, {"budget": "3%"}]
 def test_growth_lowers_the_loss_on_fresh_text(text, amount, request):
     chosen, fresh = request.getfixturevalue(text)
     model = growable()
-    before = loss_of(model, fresh)
+    before = mean_loss(model, fresh)
     model, report = grow(model, chosen, GrowthConfig(**amount))
     assert report.form == "stepped" and report.loss_after < report.loss_before
-    assert loss_of(model, fresh) < before - 0.003
+    assert mean_loss(model, fresh) < before - 0.003
     # The report's losses are those of the sequences that did not choose the new weights.
     _, judging = split_sequences(chosen, 0.25)
-    assert loss_of(growable(), judging) == pytest.approx(report.loss_before, rel=1e-5)
-    assert loss_of(model, judging) == pytest.approx(report.loss_after, rel=1e-5)
+    assert mean_loss(growable(), judging) == pytest.approx(report.loss_before, rel=1e-5)
+    assert mean_loss(model, judging) == pytest.approx(report.loss_after, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -123,7 +127,7 @@ def test_columns_from_the_gradient_beat_chance(held_out_topics):
     for found in (statistics, random):
         twin = copy.deepcopy(model)
         insert_growth(twin, plan_growth(found, GrowthConfig(columns=4)), fresh)
-        decreases.append(loss_of(model, fresh) - loss_of(twin, fresh))
+        decreases.append(mean_loss(model, fresh) - mean_loss(twin, fresh))
     assert decreases[0] > 0.01 and decreases[1] < 0.2 * decreases[0]
 
 
@@ -136,10 +140,10 @@ def test_columns_from_the_gradient_beat_chance(held_out_topics):
 def test_growth_lowers_the_loss_of_a_real_bert(amount):
     """Is a sentence from the reference or from a docstring? A head on frozen features, then growth."""
     model, chosen, fresh = minilm_classifier()
-    before = loss_of(model, fresh)
+    before = mean_loss(model, fresh)
     model, report = grow(model, chosen, GrowthConfig(**amount))
     assert report.form == "stepped" and report.loss_after < report.loss_before
-    assert loss_of(model, fresh) < before
+    assert mean_loss(model, fresh) < before
 
 
 def minilm_classifier():
@@ -171,3 +175,24 @@ def minilm_classifier():
         optimizer.step()
     model.zero_grad()
     return model, made[:chosen], made[chosen:]
+
+
+@pytest.mark.parametrize("collection", ["sketch", "exact"])
+def test_the_scores_of_a_new_uniform_head_go_downhill(collection, source_code):
+    """A small step along them lowers the loss beside the head's value side, as much as their gains say."""
+    model, chosen = growable(), source_code[0][:4]
+    config = CollectConfig(collection=collection, kinds=("heads",), held_out=0.0)
+    statistics = collect_statistics(model, chosen, config)
+    circuit_step, slope = 0.02, 0.0
+    growths = []
+    for layer in statistics.layers:
+        scores, columns = layer.uniform_scores, layer.place.query_key_dim
+        head = HeadGrowth(None, *uniform_circuit(layer.uniform, layer.place))
+        head = replace(head, query=scores.first[..., :columns], key=scores.second[..., :columns])
+        growths.append(LayerGrowth(layer.place, (NewHeads((head,)),)))
+        # What was measured is the gradient for the circuit at a step of one; the one inserted is this much smaller.
+        slope += circuit_step * scores.total("gains", columns)
+    trial = Trial(Passes(model), growable_sites(model), growths, chosen)
+    step = 0.01 * usual_step(growths, "head_scores")
+    losses = [trial.loss([{"heads": circuit_step, "head_scores": size}] * len(growths)) for size in (0.0, step)]
+    assert losses[0] - losses[1] == pytest.approx(step * slope, rel=0.15)

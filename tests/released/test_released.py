@@ -5,13 +5,17 @@ import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from models import small_model
+from transformers import BertLMHeadModel
 from write_names import described
 
 import hf_grow
+from hf_grow.modeling.growable_attention import attention_sites
 
 RELEASED = {
     f"{file.stem.removeprefix('names-')} {name}": (name, entry)
@@ -28,12 +32,62 @@ class Renamed:
     use: Callable[[], Any]
 
 
+def make_plan(**changed: Any) -> hf_grow.GrowthPlan:
+    """A plan of nothing."""
+    facts = {"model_type": "gpt2", "fingerprint": "", "parameters": 1, "loss": 1.0}
+    return hf_grow.GrowthPlan(config=hf_grow.GrowthConfig(columns=1), collected={}, layers=[], **facts, **changed)
+
+
+def make_report(**changed: Any) -> hf_grow.GrowthReport:
+    """A report of nothing."""
+    losses = {"loss_before": 1.0, "loss_after": 1.0, "curve": [], "predicted": {}}
+    sizes = {"parameters_before": 1, "parameters_after": 1, "layers": []}
+    return hf_grow.GrowthReport(form="stepped", step=1.0, config={}, collected={}, **losses, **sizes, **changed)
+
+
+def use_field(make: Callable[..., Any], old: str, new: str, value: Any) -> None:
+    """Give a field by its old name and read it by that."""
+    made = make(**{old: value})
+    assert made == make(**{new: value}) and getattr(made, old) == getattr(made, new) == value
+
+
+def use_attribute(instance: Any, old: str, new: str) -> None:
+    """Read an attribute by its old name."""
+    assert getattr(instance, old) == getattr(instance, new)
+
+
+def use_kind(change: Callable[..., Any], amount: Any) -> None:
+    """Change the cross-attention of a layer, said by the old name and by the new one."""
+    sizes = []
+    for name in ("kind", "attention_type"):
+        model = small_model(BertLMHeadModel, "bert", is_decoder=True, add_cross_attention=True)
+        change(hf_grow.make_growable(model), 0, amount, **{name: "cross"})
+        sizes.append([(site.attention_type, site.attention.dims) for site in attention_sites(model)])
+    assert sizes[0] == sizes[1] and len({dims for _, dims in sizes[0]}) == 2
+
+
+STATISTICS = hf_grow.Statistics([], hf_grow.CollectConfig(), "gpt2", 1, "", 1, 1.0, {})
+
 # Released names that go by another one now, with the old one as a deprecated alias: "widen_value" for what is exported,
 # "GrowthConfig.steps" for a field, parameter, method or property, "GrowthPlan.save.path" for a parameter of a method.
-# `use` calls the old one and raises where that does not do what the new one does, such as
-#   "GrowthConfig.steps": Renamed("step_sizes", use_old_steps)
-# where use_old_steps asserts GrowthConfig(columns=1, steps="per_layer") == GrowthConfig(columns=1, step_sizes=…).
-RENAMED: dict[str, Renamed] = {}
+# `use` calls the old one and raises where that does not do what the new one does.
+RENAMED = {
+    "GrowthConfig.steps": Renamed(
+        "step_scope", lambda: use_field(partial(hf_grow.GrowthConfig, columns=1), "steps", "step_scope", "per_layer")
+    ),
+    "GrowthPlan.steps": Renamed("step_sizes", lambda: use_field(make_plan, "steps", "step_sizes", {"columns": 2.0})),
+    "GrowthReport.steps": Renamed(
+        "step_sizes", lambda: use_field(make_report, "steps", "step_sizes", {"columns": 2.0})
+    ),
+    "Statistics.steps": Renamed("step_sizes", lambda: use_attribute(STATISTICS, "steps", "step_sizes")),
+    "TrainConfig.scheduler_type": Renamed(
+        "lr_scheduler_type", lambda: use_attribute(hf_grow.TrainConfig(), "scheduler_type", "lr_scheduler_type")
+    ),
+    "widen_query_key.kind": Renamed("attention_type", lambda: use_kind(hf_grow.widen_query_key, 1)),
+    "widen_value.kind": Renamed("attention_type", lambda: use_kind(hf_grow.widen_value, 1)),
+    "add_heads.kind": Renamed("attention_type", lambda: use_kind(hf_grow.add_heads, 1)),
+    "drop_query_key.kind": Renamed("attention_type", lambda: use_kind(hf_grow.drop_query_key, [0])),
+}
 
 
 def present_name(path: str) -> str:

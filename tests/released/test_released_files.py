@@ -78,11 +78,11 @@ def test_saved_growth_comes_off_its_base_again(files):
 
 def test_saved_statistics_give_the_saved_plan(files, expected):
     statistics = Statistics.load(files / "statistics.safetensors")
-    facts = {"loss": statistics.loss, "steps": statistics.steps, "sequences": statistics.sequences}
+    facts = {"loss": statistics.loss, "steps": statistics.step_sizes, "sequences": statistics.sequences}
     assert facts == expected["statistics"]
     plan = hf_grow.plan_growth(statistics, GrowthConfig(**AMOUNTS))
     stored = GrowthPlan.load(files / "plan.safetensors")
-    assert plan.parameters_added == stored.parameters_added and plan.steps == stored.steps
+    assert plan.parameters_added == stored.parameters_added and plan.step_sizes == stored.step_sizes
     for layer, other in zip(plan.summary()["layers"], stored.summary()["layers"], strict=True):
         assert layer["expected_decrease"] == near(other["expected_decrease"])
         assert layer["head_patterns"] == other["head_patterns"]

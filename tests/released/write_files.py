@@ -83,7 +83,11 @@ def write_measurements(folder: Path) -> dict[str, Any]:
     statistics = hf_grow.collect_statistics(model, token_batches(), collect)
     statistics.save(folder / "statistics.safetensors")
     plan = hf_grow.plan_growth(statistics, GrowthConfig(**AMOUNTS))
-    expected["statistics"] = {"loss": statistics.loss, "steps": statistics.steps, "sequences": statistics.sequences}
+    expected["statistics"] = {
+        "loss": statistics.loss,
+        "steps": statistics.step_sizes,
+        "sequences": statistics.sequences,
+    }
     exact = hf_grow.collect_statistics(model, token_batches(), CollectConfig(collection="exact"))
     refactored = hf_grow.plan_growth(exact, GrowthConfig(columns=1, strategy="refactor"))
     for name, one in {"plan": plan, "plan-refactor": refactored}.items():

@@ -19,6 +19,7 @@ from models import (
     small_model,
     tensors,
 )
+from processes import TESTS
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GPT2LMHeadModel
 
@@ -38,7 +39,7 @@ def grown():
 
 def run_fresh(folder, way):
     """Load every case of the folder in a process of its own."""
-    script = Path(__file__).with_name("reload.py")
+    script = TESTS / "reload.py"
     environment = {**os.environ, "HF_MODULES_CACHE": str(folder / "modules")}
     done = subprocess.run(
         [sys.executable, script, folder, way], capture_output=True, text=True, timeout=280, env=environment
@@ -60,7 +61,7 @@ def every_checkpoint(tmp_path_factory):
         model = fill_new_weights(grow_everything(make_growable(small_model(stock_class, model_type, **changes))))
         inputs = batch(model)
         if changes:
-            hf_grow.widen_query_key(model, 1, 3, kind="cross", key=torch.randn(4, 33, 3))
+            hf_grow.widen_query_key(model, 1, 3, attention_type="cross", key=torch.randn(4, 33, 3))
             inputs["encoder_hidden_states"] = torch.randn(2, 7, 32)
         save_file(inputs, folder / f"{name}.inputs")
         save_file({key: value.contiguous() for key, value in tensors(model, inputs).items()}, folder / f"{name}.saved")

@@ -7,7 +7,7 @@ from pydoc_data.topics import topics
 import pytest
 import torch
 from hub_server import HubServer
-from models import assert_same, batch, causal_class, causal_model, grow_everything, small_model, tensors
+from models import assert_same, batch, causal_class, causal_model, fill_zeros, grow_everything, small_model, tensors
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForSequenceClassification
 
@@ -25,24 +25,13 @@ every_model = pytest.mark.parametrize(
 )
 
 
-def fill_zeros(model, seed=3):
-    """Random values in every attention weight that is zero: those of growth only, as the base has none."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for site in attention_sites(model):
-            for projection, _ in site.projections():
-                noise = torch.randn(projection.weight.shape, generator=generator).to(projection.weight) * 0.1
-                projection.weight.add_(torch.where(projection.weight == 0, noise, 0))
-    return model
-
-
 def grown(model_type, **changes):
     """A grown causal model whose new weights matter."""
     model = grow_everything(make_growable(causal_model(model_type, **changes)))
     if changes:
-        hf_grow.widen_query_key(model, 1, 3, kind="cross")
-        hf_grow.add_heads(model, 0, 1, kind="cross")
-        hf_grow.widen_value(model, 0, 2, kind="cross")
+        hf_grow.widen_query_key(model, 1, 3, attention_type="cross")
+        hf_grow.add_heads(model, 0, 1, attention_type="cross")
+        hf_grow.widen_value(model, 0, 2, attention_type="cross")
     return fill_zeros(model)
 
 

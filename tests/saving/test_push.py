@@ -17,14 +17,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning
 
 
 @pytest.fixture
-def hub(monkeypatch):
-    """A Hub with one user, and this process's client pointed at it."""
-    with HubServer(token="hf_test", user="user") as server:
-        server.redirect_client(monkeypatch, max_retries=0)
-        yield server
-
-
-@pytest.fixture
 def model():
     """A grown Llama whose new weights matter."""
     return fill_new_weights(grow_everything(make_growable(causal_model("llama"))))

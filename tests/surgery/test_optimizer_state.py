@@ -7,8 +7,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from models import causal_model
-from test_collect import growable, labelled, loss_of
+from batches import labelled, loss_in_double
+from models import causal_model, growable
+from plain_training import dims_of, model_of, old_lines, train, trained
 from transformers import BertForMaskedLM
 from transformers.optimization import Adafactor as TransformersAdafactor
 
@@ -90,51 +91,7 @@ GROWTHS = {
 }
 every_growth = pytest.mark.parametrize("growth", GROWTHS.values(), ids=GROWTHS)
 
-# Along which axis each projection holds its heads' columns, and of which roles, in order.
-ROTARY_LINES = {
-    "q_proj": (0, ("query",)),
-    "k_proj": (0, ("key",)),
-    "v_proj": (0, ("value",)),
-    "o_proj": (1, ("output",)),
-}
-LINES = {
-    "gpt2": {"attn.c_attn": (-1, ("query", "key", "value")), "attn.c_proj": (0, ("output",))},
-    "bert": {
-        "self.query": (0, ("query",)),
-        "self.key": (0, ("key",)),
-        "self.value": (0, ("value",)),
-        "attention.output.dense": (1, ("output",)),
-    },
-}
 ROWS, COLUMNS = ("row_var", "exp_avg_sq_row"), ("col_var", "exp_avg_sq_col")
-
-
-def model_of(model_type):
-    """A small growable model in float64."""
-    return growable(model_type, BertForMaskedLM if model_type == "bert" else None, {})
-
-
-def dims_of(model):
-    """The sizes of every layer."""
-    return [site.attention.dims for site in attention_sites(model)]
-
-
-def train(model, optimizer, steps=1, prepare=None):
-    """Plain steps on one batch; `prepare` may change the gradients."""
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss_of(model, labelled(model)).backward()
-        if prepare is not None:
-            prepare()
-        optimizer.step()
-
-
-def trained(model_type, make_optimizer, steps=2):
-    """A model that has been trained for some steps, and its optimizer."""
-    model = model_of(model_type)
-    optimizer = make_optimizer(model.parameters())
-    train(model, optimizer, steps)
-    return model, optimizer
 
 
 def snapshot(model, optimizer):
@@ -144,29 +101,6 @@ def snapshot(model, optimizer):
         state = optimizer.state.get(parameter, {})
         parts[name] = copy.deepcopy((parameter.detach(), parameter.grad, dict(state)))
     return parts
-
-
-def old_lines(model_type, name, before, after, kept=None):
-    """The axis along which a parameter may grow and, for each line along it, the old line it continues, or None.
-
-    One head and one column after the other; `kept` are the query/key columns of layer 0 that were not dropped.
-    """
-    for projection, (axis, roles) in LINES.get(model_type, ROTARY_LINES).items():
-        if f"{projection}." not in name or (roles == ("output",) and name.endswith("bias")):
-            continue
-        layer = int(re.search(r"\.(\d+)\.", name)[1])
-        old, new = before[layer], after[layer]
-        lines, start = [], 0
-        for role in roles:
-            for head in range(new.heads(role)):
-                for column in range(new.size(role)):
-                    dropped = kept is not None and layer == 0 and role in ("query", "key")
-                    place = kept[column] if dropped else column
-                    known = head < old.heads(role) and place < old.size(role)
-                    lines.append(start + head * old.size(role) + place if known else None)
-            start += old.heads(role) * old.size(role)
-        return axis, lines
-    return None
 
 
 def continued(old, axis, lines):
@@ -406,7 +340,7 @@ def test_adafactor_goes_on_from_a_single_column():
 @every_model_type
 def test_gradients_present_at_growth_are_carried(model_type):
     model, optimizer = trained(model_type, OPTIMIZERS["adamw"])
-    loss_of(model, labelled(model)).backward()
+    loss_in_double(model, labelled(model)).backward()
     parts, before = snapshot(model, optimizer), dims_of(model)
     assert all(gradient is not None for _, gradient, _ in parts.values())
     for growth in GROWTHS.values():
@@ -630,11 +564,11 @@ def test_an_optimizer_left_behind_by_growth_is_refused():
 def test_fused_momentum_goes_on_after_all_weights_were_made_anew():
     model = growable("bert", BertForMaskedLM, {})
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
-    loss_of(model, labelled(model)).backward()
+    loss_in_double(model, labelled(model)).backward()
     optimizer.step()
     config = GrowthConfig(columns=2, strategy="refactor")
     grow(model, [labelled(model)], config, collect=CollectConfig(products=2), optimizer=optimizer)
-    loss_of(model, labelled(model)).backward()
+    loss_in_double(model, labelled(model)).backward()
     optimizer.step()
     buffers = [state["momentum_buffer"] for state in optimizer.state.values()]
     assert all(bool(torch.isfinite(buffer).all()) for buffer in buffers)
@@ -651,7 +585,7 @@ def test_fused_momentum_goes_on_after_all_weights_were_made_anew():
 def test_new_entries_start_where_the_optimizer_starts(make, name, start):
     model = growable("llama", None, {})
     optimizer = make(model.parameters())
-    loss_of(model, labelled(model)).backward()
+    loss_in_double(model, labelled(model)).backward()
     optimizer.step()
     site = attention_sites(model)[0]
     old = optimizer.state[site.attention.q_proj.weight][name].clone()

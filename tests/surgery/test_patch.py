@@ -135,7 +135,7 @@ def test_decoders_with_cross_attention_give_the_same_outputs(stock_class, model_
         inputs["encoder_attention_mask"] = torch.tensor([[1] * 7, [1] * 5 + [0] * 2])
     expected = tensors(model, inputs)
     assert_same(tensors(make_growable(model), inputs), expected)
-    kinds = {site.kind for site in attention_sites(model)}
+    kinds = {site.attention_type for site in attention_sites(model)}
     assert kinds == ({"self", "cross"} if changes.get("add_cross_attention") else {"self"})
 
 

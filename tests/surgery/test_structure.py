@@ -182,9 +182,9 @@ def test_cross_attention_grows_too(stock_class, model_type):
     model = make_growable(small_model(stock_class, model_type, add_cross_attention=True, **changes))
     inputs = {**batch(model), "encoder_hidden_states": torch.randn(2, 7, 32)}
     before = tensors(model, inputs)["logits"]
-    widen_query_key(model, 0, 3, kind="cross")
-    widen_value(model, 1, 2, kind="cross")
-    add_heads(model, 1, 1, kind="cross")
+    widen_query_key(model, 0, 3, attention_type="cross")
+    widen_value(model, 1, 2, attention_type="cross")
+    add_heads(model, 1, 1, attention_type="cross")
     assert relative_difference(tensors(model, inputs)["logits"], before) <= 1e-5
     assert model.config.hf_grow["cross_layers"][0]["qk_head_dim"] == 11
     assert model.config.hf_grow["layers"][0]["qk_head_dim"] == 8
@@ -298,8 +298,8 @@ RIGHT = torch.ones(4, 33, 2)
         (lambda model: widen_value(model, 0, True), "columns must be a positive integer, not True"),
         (lambda model: add_heads(model, 0, "1"), "heads must be a positive integer, not '1'"),
         (lambda model: widen_query_key(model, 2, 1), "no self-attention in layer 2: the model has 2"),
-        (lambda model: widen_query_key(model, 0, 1, kind="cross"), "no cross-attention in layer 0"),
-        (lambda model: widen_query_key(model, 0, 1, kind="both"), "kind must be 'self' or 'cross'"),
+        (lambda model: widen_query_key(model, 0, 1, attention_type="cross"), "no cross-attention in layer 0"),
+        (lambda model: widen_query_key(model, 0, 1, attention_type="both"), "attention_type must be 'self' or 'cross'"),
         (lambda model: widen_query_key(model, 0, 2, query=RIGHT[:3]), r"shape \(4, 33, 2\), not \(3, 33, 2\)"),
         (lambda model: widen_query_key(model, 0, 2, key=BAD), "key weights for h.0.attn are not all finite"),
         (lambda model: widen_query_key(model, 0, 2, key=[1.0]), "must be a tensor of floating-point numbers, not list"),

@@ -1,27 +1,8 @@
 """A DistributedDataParallel goes on around a model that grew inside it."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-
-def launch(processes, script, *arguments):
-    """Run a script of this folder on so many gloo processes, on loopback."""
-    command = ["torch.distributed.run", "--nproc_per_node", processes, "--standalone"]
-    return run_module(*command, Path(__file__).parent / script, *arguments)
-
-
-def run_module(*words):
-    """Run `python -m` with these words, on CPU; what it printed."""
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", *map(str, words)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+from processes import launch
 
 
 @pytest.mark.slow

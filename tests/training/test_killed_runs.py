@@ -1,16 +1,12 @@
 """Runs that are killed at any moment and taken up again end as if they had not been, to the bit."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from processes import TESTS, run_python, torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-SCRIPT = Path(__file__).parent / "train_and_die.py"
 MOMENTS = [
     "training:0",
     "collecting:0",
@@ -28,14 +24,12 @@ MOMENTS = [
     "saved:10",
     "removing:12",
 ]
-TWO = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
 
 
 def run(*arguments, processes=1, **environment):
     """A script of its own process, and how it ended."""
-    known = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **environment}
-    command = [sys.executable, *(TWO if processes == 2 else []), str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, env=known, capture_output=True, text=True, timeout=400)
+    launcher = torchrun(processes) if processes > 1 else ()
+    return run_python(*launcher, TESTS / "train_and_die.py", *arguments, timeout=400, **environment)
 
 
 def assert_same(found, expected):

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from batches import labelled, loss_in_double
 from models import fill_new_weights, grow_everything
-from test_collect import labelled, loss_of
-from test_optimizer_state import dims_of, model_of, old_lines, trained
+from plain_training import dims_of, model_of, old_lines, trained
 
 from hf_grow import HfGrowError, NewWeights, add_heads, widen_query_key, widen_value
 from hf_grow.surgery.base import base_hash
@@ -47,7 +47,7 @@ def train(model, optimizer, steps, clip=None):
     """Plain steps on one batch, with what is asked for between backward and step."""
     for _ in range(steps):
         optimizer.zero_grad()
-        loss_of(model, labelled(model)).backward()
+        loss_in_double(model, labelled(model)).backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
@@ -57,7 +57,7 @@ def train_by_hand(model, optimizer, masks, steps, clip=None):
     """The same for new entries alone: full gradients, and what is old put back after each step."""
     for _ in range(steps):
         optimizer.zero_grad()
-        loss_of(model, labelled(model)).backward()
+        loss_in_double(model, labelled(model)).backward()
         start = weights_of(model)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -110,9 +110,9 @@ def test_the_loss_falls_with_new_entries_alone(model_type):
     new_weights = NewWeights(model)
     optimizer = torch.optim.AdamW(new_weights.parameters(), lr=1e-2)
     new_weights.attach(optimizer)
-    start = float(loss_of(model, labelled(model)).detach())
+    start = float(loss_in_double(model, labelled(model)).detach())
     train(model, optimizer, 10)
-    assert float(loss_of(model, labelled(model)).detach()) < start - 1e-3
+    assert float(loss_in_double(model, labelled(model)).detach()) < start - 1e-3
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "bert", "qwen2"])
@@ -206,7 +206,7 @@ def test_gradients_of_old_entries_are_zero_before_any_step():
     """So that the norm of the gradient, by which it is clipped, is that of what learns."""
     model, before = grown("bert")
     NewWeights(model)
-    loss_of(model, labelled(model)).backward()
+    loss_in_double(model, labelled(model)).backward()
     for name, mask in new_masks("bert", model, before).items():
         gradient = model.get_parameter(name).grad
         assert (gradient is not None) == bool(mask.any()), name
@@ -269,7 +269,7 @@ def test_several_optimizers_can_be_corrected():
     parameters = new_weights.parameters()
     first, second = OPTIMIZERS["adamw"](parameters[::2]), OPTIMIZERS["sgd"](parameters[1::2])
     new_weights.attach(first).attach(second)
-    loss_of(model, labelled(model)).backward()
+    loss_in_double(model, labelled(model)).backward()
     first.step()
     second.step()
     for name, value in weights_of(model).items():
@@ -295,7 +295,7 @@ def test_gradients_from_before_do_not_move_the_base():
     model = model_of("gpt2")
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     train(model, optimizer, steps=2)
-    loss_of(model, labelled(model)).backward()
+    loss_in_double(model, labelled(model)).backward()
     widen_query_key(model, 0, 2, optimizer=optimizer)
     NewWeights(model).attach(optimizer)
     before = base_hash(model)

@@ -4,8 +4,8 @@ import json
 import logging
 
 import pytest
+from batches import labelled, sequences_of
 from models import causal_model
-from test_collect import labelled, sequences_of
 
 from hf_grow import GrowthConfig, GrowthSchedule, HfGrowError, make_growable
 from hf_grow.modeling.growable_attention import attention_sites

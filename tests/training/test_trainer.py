@@ -9,17 +9,22 @@ import pytest
 import torch
 from accelerate import Accelerator
 from models import causal_model, fill_new_weights, grow_everything
-from peft import LoraConfig, get_peft_model
-from runs import interrupted_at, make_trainer, task, token_rows, weights, with_method, without_dropout
+from runs import (
+    adapted,
+    interrupted_at,
+    make_trainer,
+    steps_of_growth,
+    task,
+    token_rows,
+    values,
+    weights,
+    with_method,
+    without_dropout,
+)
 
 from hf_grow import GrowthConfig, GrowthSchedule, HfGrowError, make_growable, widen_query_key
 from hf_grow.modeling.growable_attention import attention_sites
 from hf_grow.surgery.base import base_hash, new_entries
-
-
-def values(result, name="loss"):
-    """What the history says under a name, in the order of steps."""
-    return [entry[name] for entry in result.history if name in entry]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "masked", "classification"])
@@ -174,10 +179,6 @@ def widths(model):
     return [site.attention.query_key_dim for site in attention_sites(model)]
 
 
-def steps_of_growth(result):
-    return [report["training_step"] for report in result.reports]
-
-
 @pytest.mark.parametrize(
     ("schedule", "steps"),
     [
@@ -285,14 +286,6 @@ def test_a_multiplier_of_the_rate_concerns_new_weights_alone():
         assert torch.equal(moved[~mask], moves[1][key][~mask]), key
         assert torch.allclose(3 * moved[mask], moves[1][key][mask], atol=1e-6), key
     assert len(masks) == 6
-
-
-def adapted(model_type="gpt2"):
-    """A grown model with LoRA beside its growth."""
-    model = fill_new_weights(grow_everything(make_growable(causal_model(model_type))))
-    torch.manual_seed(5)
-    targets = ["c_attn"] if model_type == "gpt2" else ["q_proj", "v_proj"]
-    return get_peft_model(model, LoraConfig(r=2, target_modules=targets, fan_in_fan_out=model_type == "gpt2"))
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_distributed import launch
+from processes import launch
 from train_on_rank import RUNS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

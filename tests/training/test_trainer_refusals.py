@@ -5,8 +5,7 @@ import torch
 from accelerate import Accelerator, DistributedType
 from models import causal_model, grow_everything, small_model
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from runs import GROWTH, Stream, classified_rows, make_trainer, token_rows, weights, with_method
-from test_trainer import adapted, values
+from runs import GROWTH, Stream, adapted, classified_rows, make_trainer, token_rows, values, weights, with_method
 from transformers import BertForMaskedLM
 
 from hf_grow import (

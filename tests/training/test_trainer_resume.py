@@ -6,9 +6,18 @@ import shutil
 import pytest
 import torch
 from models import causal_model
-from runs import Stream, interrupt, interrupted_at, make_trainer, task, token_rows, weights, with_method
+from runs import (
+    Stream,
+    interrupt,
+    interrupted_at,
+    make_trainer,
+    steps_of_growth,
+    task,
+    token_rows,
+    weights,
+    with_method,
+)
 from safetensors.torch import load_file, save_file
-from test_trainer import steps_of_growth
 
 import hf_grow.training.run
 from hf_grow import GrowthConfig, GrowthSchedule, HfGrowError, load_grown
@@ -308,7 +317,7 @@ def test_growth_of_other_settings_is_not_taken_up(tmp_path):
     """Also where a setting of growth has the name of one of training that may differ."""
     make_trainer(causal_model("gpt2"), at=(2,), folder=tmp_path).train()
     other = make_trainer(
-        causal_model("gpt2"), at=(2,), growth=GrowthConfig(columns=2, steps="per_layer"), folder=tmp_path
+        causal_model("gpt2"), at=(2,), growth=GrowthConfig(columns=2, step_scope="per_layer"), folder=tmp_path
     )
-    with pytest.raises(HfGrowError, match=r"other settings \(growth: steps\)"):
+    with pytest.raises(HfGrowError, match=r"other settings \(growth: step_scope\)"):
         other.train(resume=True)

@@ -6,7 +6,7 @@ from hf_grow.growth.config import GrowthConfig
 from hf_grow.growth.kinds.head import Heads, NewHeads
 from hf_grow.growth.kinds.kind import Amounts, Kind, Piece, StepSizes
 from hf_grow.growth.kinds.query_key import NewColumns, QueryKeyColumns
-from hf_grow.growth.kinds.replace import ReplacedColumns, Replacement
+from hf_grow.growth.kinds.replace import RemadeColumns, ReplacedColumns
 from hf_grow.growth.kinds.value import NewValueColumns, ValueColumns
 from hf_grow.measuring.config import CollectConfig
 from hf_grow.measuring.kind import KINDS as MEASURED_KINDS
@@ -17,7 +17,7 @@ REPLACED_COLUMNS = ReplacedColumns()
 KINDS: dict[str, Kind] = {kind.name: kind for kind in (QUERY_KEY_COLUMNS, VALUE_COLUMNS, HEADS)}
 # Kinds of columns, which adapters are made of.
 COLUMN_KINDS: dict[str, Kind] = {name: kind for name, kind in KINDS.items() if kind.widened}
-PIECES: dict[str, type[Piece]] = {piece.form: piece for piece in (NewColumns, NewValueColumns, NewHeads, Replacement)}
+PIECES: dict[str, type[Piece]] = {piece.form: piece for piece in (NewColumns, NewValueColumns, NewHeads, RemadeColumns)}
 MEASURED_KINDS.update(KINDS)
 
 

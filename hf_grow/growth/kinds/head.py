@@ -113,14 +113,14 @@ def best_patterns(layer: AttentionStatistics, skipped: int = 0) -> list[int | No
     return sorted(patterns, key=lambda copy: -pattern_gain(layer, copy, which, skipped))
 
 
-def _head(layer: AttentionStatistics, copy: int | None, skipped: int, query_key_dim: int) -> "NewHead":
+def _head(layer: AttentionStatistics, copy: int | None, skipped: int, query_key_dim: int) -> "HeadGrowth":
     assert layer.values is not None and layer.uniform is not None
     place, scores = layer.place, layer.uniform_scores
     if copy is not None:
         taken = slice(skipped, skipped + place.value_dim)
         output = layer.values.second[copy * place.group : (copy + 1) * place.group, taken]
-        return NewHead(copy, layer.values.first[copy : copy + 1, :, taken], output)
-    head = NewHead(None, *uniform_circuit(layer.uniform, place))
+        return HeadGrowth(copy, layer.values.first[copy : copy + 1, :, taken], output)
+    head = HeadGrowth(None, *uniform_circuit(layer.uniform, place))
     width = query_key_dim - place.rotary_dim
     if scores is None or width == 0:
         return head
@@ -128,7 +128,7 @@ def _head(layer: AttentionStatistics, copy: int | None, skipped: int, query_key_
 
 
 @dataclass(frozen=True)
-class NewHead:
+class HeadGrowth:
     """One new head: value (1, inputs, columns) and output (heads of a group, columns, outputs) for a step of one.
 
     copy       the key head whose pattern it takes over, or None for the uniform pattern
@@ -160,7 +160,7 @@ class NewHeads(Piece):
 
     kind = Heads()
     form = "heads"
-    heads: tuple[NewHead, ...]
+    heads: tuple[HeadGrowth, ...]
     skipped: int = 0
 
     @property
@@ -215,7 +215,7 @@ class NewHeads(Piece):
         return {role: torch.cat((block, *(head[role].to(block) for head in heads))) for role, block in blocks.items()}
 
     def _built(
-        self, head: NewHead, place: Place, step_sizes: StepSizes, blocks: Blocks, generator: torch.Generator
+        self, head: HeadGrowth, place: Place, step_sizes: StepSizes, blocks: Blocks, generator: torch.Generator
     ) -> Blocks:
         width = blocks["value"].shape[2]
         circuit = head.circuit(step_sizes[self.kind.name], width)

@@ -28,7 +28,7 @@ class ReplacedColumns(QueryKeyColumns):
     ) -> Piece:
         """What the strategy of the config makes of the whole wanted change."""
         change = whole_change(layer)
-        return Replacement(
+        return RemadeColumns(
             strategy=config.strategy,
             columns=amounts[self.name],
             change_query=change.query,
@@ -48,7 +48,7 @@ def _score_gradient(layer: AttentionStatistics, change: Directions, collected: C
 
 
 @dataclass(frozen=True)
-class Replacement(Piece):
+class RemadeColumns(Piece):
     """All query/key columns of a layer anew.
 
     strategy                  "refactor": the best factors of old scores and wanted change; "step": a plain step
