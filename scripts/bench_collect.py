@@ -42,7 +42,9 @@ from hf_grow import CollectConfig, GrowthConfig, collect_statistics, make_growab
 from hf_grow.measuring.exact import collect_sums
 from hf_grow.measuring.probes import collect_grams, output_products, score_products
 from hf_grow.measuring.sketch_scores import ENERGY_PROBES
-from hf_grow.running.passes import Batch, Passes, growable_sites
+from hf_grow.running.batches import Batch
+from hf_grow.running.passes import Passes
+from hf_grow.surgery.patch import growable_sites
 from hf_grow.surgery.place import input_sizes
 
 COLUMNS = 8

@@ -43,8 +43,9 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import hf_grow
 from hf_grow import GrowthConfig
-from hf_grow.running.passes import Batch, growable_sites
+from hf_grow.running.batches import Batch
 from hf_grow.surgery.blocks import read_blocks
+from hf_grow.surgery.patch import growable_sites
 
 NOT_GROWN, LARGE = "no growth", "large from the start"
 SVD, RANDOM, PRESERVING, RANDOM_QUERIES = (

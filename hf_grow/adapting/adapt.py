@@ -18,7 +18,8 @@ from hf_grow.growth.report import GrowthReport
 from hf_grow.measuring.config import CollectConfig
 from hf_grow.modeling.growable_attention import attention_sites
 from hf_grow.modeling.growable_model import GrowableModel
-from hf_grow.running.passes import Batch, Processes
+from hf_grow.running.batches import Batch
+from hf_grow.running.passes import Processes
 from hf_grow.surgery.base import base_parameters, new_entries, without_adapters
 from hf_grow.surgery.patch import make_growable
 from hf_grow.training.feed import random_numbers

@@ -16,8 +16,8 @@ from hf_grow.growth.kinds import COLUMN_KINDS, Kind
 from hf_grow.growth.pipeline import check_growth
 from hf_grow.modeling.growable_attention import weight_rows
 from hf_grow.modeling.growable_model import GrowableModel
-from hf_grow.running.passes import growable_sites
 from hf_grow.surgery.base import has_adapters, has_grown
+from hf_grow.surgery.patch import growable_sites
 from hf_grow.surgery.place import Place, place_of
 
 

@@ -9,7 +9,8 @@ from hf_grow.growth.line_search import Trial, usual_step
 from hf_grow.measuring.config import CollectConfig
 from hf_grow.measuring.statistics import AttentionStatistics, Calibration, Statistics
 from hf_grow.modeling.growable_attention import AttentionSite
-from hf_grow.running.passes import Batch, Passes
+from hf_grow.running.batches import Batch
+from hf_grow.running.passes import Passes
 
 
 def calibrate(

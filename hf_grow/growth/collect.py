@@ -20,8 +20,9 @@ from hf_grow.measuring.exact import ExactCollector
 from hf_grow.measuring.sketch import SketchCollector
 from hf_grow.measuring.statistics import Statistics
 from hf_grow.modeling.growable_attention import AttentionSite
-from hf_grow.running.passes import Batch, Passes, Processes, growable_sites, read_batches, split_sequences
-from hf_grow.surgery.patch import check_site
+from hf_grow.running.batches import Batch, read_batches, split_sequences
+from hf_grow.running.passes import Passes, Processes
+from hf_grow.surgery.patch import check_site, growable_sites
 
 
 class SplitBatches(NamedTuple):

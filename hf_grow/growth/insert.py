@@ -18,9 +18,11 @@ from hf_grow.growth.layer_growth import STEP_NAMES
 from hf_grow.growth.line_search import LineSearch, Trial, scaled, search
 from hf_grow.growth.plan import GrowthPlan
 from hf_grow.growth.report import GrowthReport
-from hf_grow.running.passes import Batch, Passes, Processes, growable_sites, read_batches
+from hf_grow.running.batches import Batch, read_batches
+from hf_grow.running.passes import Passes, Processes
 from hf_grow.surgery.blocks import read_blocks
 from hf_grow.surgery.optimizer_state import plain_optimizer
+from hf_grow.surgery.patch import growable_sites
 from hf_grow.surgery.structure import Change, commit, find_site
 
 

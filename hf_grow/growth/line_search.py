@@ -7,8 +7,9 @@ from statistics import median
 from hf_grow.growth.kinds import StepSizes
 from hf_grow.growth.layer_growth import LayerGrowth
 from hf_grow.modeling.growable_attention import AttentionSite
+from hf_grow.running.batches import Batch
 from hf_grow.running.observe import Attachment
-from hf_grow.running.passes import Batch, Passes
+from hf_grow.running.passes import Passes
 from hf_grow.surgery.blocks import read_blocks
 
 # Each try goes this much further or less far; then a parabola through the best three is followed so many times.

@@ -21,9 +21,10 @@ from hf_grow.growth.report import GrowthReport
 from hf_grow.measuring.config import CollectConfig
 from hf_grow.measuring.statistics import Statistics
 from hf_grow.modeling.growable_model import GrowableModel
-from hf_grow.running.passes import Batch, Passes, Processes, batch_size, growable_sites, read_batches
+from hf_grow.running.batches import Batch, batch_size, read_batches
+from hf_grow.running.passes import Passes, Processes
 from hf_grow.surgery.optimizer_state import plain_optimizer
-from hf_grow.surgery.patch import make_growable
+from hf_grow.surgery.patch import growable_sites, make_growable
 from hf_grow.surgery.place import place_of
 
 

@@ -13,7 +13,8 @@ from hf_grow.measuring.kind import KINDS
 from hf_grow.measuring.probes import Grams, NewHead
 from hf_grow.measuring.statistics import AttentionStatistics, uniform_circuit
 from hf_grow.modeling.growable_attention import AttentionSite
-from hf_grow.running.passes import Batch, Passes
+from hf_grow.running.batches import Batch
+from hf_grow.running.passes import Passes
 from hf_grow.surgery.blocks import read_blocks
 from hf_grow.surgery.place import place_of
 

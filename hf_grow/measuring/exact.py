@@ -14,8 +14,9 @@ from hf_grow.measuring.estimators import ESTIMATOR_CLASSES, Estimator
 from hf_grow.measuring.probes import Grams, score_products
 from hf_grow.measuring.statistics import AttentionStatistics, AttentionSums, Candidates
 from hf_grow.modeling.growable_attention import AttentionSite
+from hf_grow.running.batches import Batch, batch_size
 from hf_grow.running.observe import ExactObserver
-from hf_grow.running.passes import Batch, Passes, batch_size, token_mask
+from hf_grow.running.passes import Passes, token_mask
 from hf_grow.surgery.place import input_sizes
 
 

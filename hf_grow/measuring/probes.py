@@ -14,8 +14,9 @@ from torch import Tensor
 
 from hf_grow import linalg
 from hf_grow.modeling.growable_attention import AttentionSite
+from hf_grow.running.batches import Batch, batch_size
 from hf_grow.running.observe import Attachment, Extra, Observer
-from hf_grow.running.passes import Batch, Passes, batch_size, token_mask
+from hf_grow.running.passes import Passes, token_mask
 from hf_grow.surgery.place import input_sizes
 
 

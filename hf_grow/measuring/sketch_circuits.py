@@ -11,7 +11,8 @@ from hf_grow.measuring.collector import Collector, Sides
 from hf_grow.measuring.probes import Grams, OutputProducts, OutputRows, PatternProducts, driving_inputs, output_products
 from hf_grow.measuring.statistics import AttentionStatistics, Candidates
 from hf_grow.modeling.growable_attention import AttentionSite
-from hf_grow.running.passes import Batch, Passes
+from hf_grow.running.batches import Batch
+from hf_grow.running.passes import Passes
 from hf_grow.surgery.place import input_sizes
 
 

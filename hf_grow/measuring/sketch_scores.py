@@ -11,7 +11,7 @@ from hf_grow.linalg import Directions
 from hf_grow.measuring.collector import Collector, Sides, uniform_heads
 from hf_grow.measuring.probes import NewHead, score_products
 from hf_grow.measuring.statistics import AttentionStatistics, Candidates
-from hf_grow.running.passes import Batch
+from hf_grow.running.batches import Batch
 
 # Probes that only measure how large the rest is: enough for about a tenth of accuracy over a layer's heads.
 ENERGY_PROBES = 8

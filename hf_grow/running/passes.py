@@ -5,7 +5,6 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from math import inf, isfinite
 from typing import Any, Protocol
 
@@ -15,15 +14,11 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_grow.errors import HfGrowError
-from hf_grow.modeling.growable_attention import AttentionSite, attention_sites
-from hf_grow.modeling.growable_model import GrowableModel
+from hf_grow.running.batches import Batch, batch_size
 from hf_grow.running.observe import Observer
 
 logger = logging.getLogger("hf_grow")
 
-Batch = Mapping[str, Any]
-# Multiples of this, modulo one, fill the interval evenly and never repeat.
-GOLDEN = (5**0.5 - 1) / 2
 # What a model raises on a batch that does not fit it.
 UNFIT = (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError)
 
@@ -255,75 +250,6 @@ def _check_used(observers: Sequence[Observer]) -> None:
             raise HfGrowError(
                 f"{observer.site.name} is not used with these batches: cross-attention needs encoder_hidden_states."
             )
-
-
-def growable_sites(model: PreTrainedModel) -> list[AttentionSite]:
-    """The attention modules of a growable model."""
-    if not isinstance(model, GrowableModel):
-        raise HfGrowError(f"{type(model).__name__} is not growable yet: call hf_grow.make_growable(model) first.")
-    sites = attention_sites(model)  # type: ignore[arg-type]
-    for site in sites:
-        if site.attention.scaling == 0:
-            raise HfGrowError(f"The softmax scale of {site.name} is 0, so its scores can do nothing.")
-    return sites
-
-
-def read_batches(batches: Iterable[Batch], most: int | None = None, least: int = 1) -> list[Batch]:
-    """All batches in a list, checked to be batches."""
-    if isinstance(batches, (Mapping, str)) or not isinstance(batches, Iterable):
-        raise HfGrowError(f"batches must be an iterable of dicts for model(**batch), not {type(batches).__name__}.")
-    read = list(islice(batches, most))
-    if len(read) < least:
-        raise HfGrowError("There was no batch: the iterable is empty, or was used up before.")
-    for batch in read:
-        if not isinstance(batch, Mapping) or not any(isinstance(value, Tensor) for value in batch.values()):
-            raise HfGrowError(f"Each batch must be a dict of tensors for model(**batch), not {type(batch).__name__}.")
-        if batch_size(batch) == 0:
-            raise HfGrowError("A batch holds no sequences.")
-    return read
-
-
-def split_sequences(
-    batches: Sequence[Batch], share: float, processes: int = 1, process: int = 0
-) -> tuple[list[Batch], list[Batch]]:
-    """Batches of the sequences that choose and batches of those that judge, a `share` of all, evenly spread.
-
-    Which are which does not depend on how sequences are grouped into batches, nor on the number of processes that took
-    them in turn, and follows no period of the data.
-    """
-    choosing: list[Batch] = []
-    judging: list[Batch] = []
-    start = 0
-    for batch in batches:
-        size = batch_size(batch)
-        places = ((start + number) * processes + process + 1 for number in range(size))
-        judges = torch.tensor([place * GOLDEN % 1 < share for place in places])
-        start += size
-        for rows, part in ((~judges, choosing), (judges, judging)):
-            if bool(rows.all()):
-                part.append(batch)
-            elif bool(rows.any()):
-                rest = _take_rows(batch, rows, size)
-                # A part of a batch may be without labels where the whole is not; it would have no loss.
-                labels = rest.get("labels")
-                if not isinstance(labels, Tensor) or labels.ndim < 2 or bool((labels != -100).any()):
-                    part.append(rest)
-    return choosing, judging
-
-
-def batch_size(batch: Batch) -> int:
-    """How many sequences a batch holds."""
-    first = next((batch[name] for name in ("input_ids", "inputs_embeds", "pixel_values") if name in batch), None)
-    if not isinstance(first, Tensor):
-        first = next(value for value in batch.values() if isinstance(value, Tensor))
-    return first.shape[0] if first.ndim else 1
-
-
-def _take_rows(batch: Batch, rows: Tensor, size: int) -> Batch:
-    return {
-        name: value[rows.to(value.device)] if isinstance(value, Tensor) and value.shape[:1] == (size,) else value
-        for name, value in batch.items()
-    }
 
 
 def token_mask(batch: Batch, observer: Observer, role: str) -> Tensor:

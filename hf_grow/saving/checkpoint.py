@@ -16,11 +16,12 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_grow.errors import HfGrowError
 from hf_grow.files import check_out_folder, clear_errors, first_line, replacing
-from hf_grow.modeling.growable_model import GrowableModel, hub_arguments, read_history
+from hf_grow.modeling.growable_model import hub_arguments, read_history
 from hf_grow.saving.growth_file import GROWTH_FOLDER, LORA_FOLDER, is_growth_folder, read_growth
 from hf_grow.saving.model_card import write_model_card
 from hf_grow.surgery.base import has_adapters, without_adapters
 from hf_grow.surgery.families import FAMILIES, family_of
+from hf_grow.surgery.patch import require_growable
 
 
 def save_grown(
@@ -149,9 +150,7 @@ def _upload(
 
 
 def _require_growable(model: PreTrainedModel) -> None:
-    inner = without_adapters(model)
-    if not isinstance(inner, GrowableModel):
-        raise HfGrowError(f"{type(inner).__name__} is not growable: call hf_grow.make_growable(model) first.")
+    require_growable(without_adapters(model))
     if has_adapters(model):
         raise HfGrowError(
             f"{type(model).__name__} has adapters, which would be lost: merge and unload them first, or save them with "

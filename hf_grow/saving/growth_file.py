@@ -34,7 +34,7 @@ from hf_grow.modeling.growable_model import (
 )
 from hf_grow.surgery.base import base_hash, base_parameters, has_grown, without_adapters
 from hf_grow.surgery.blocks import Blocks, leading, read_blocks
-from hf_grow.surgery.patch import make_growable
+from hf_grow.surgery.patch import make_growable, require_growable
 from hf_grow.surgery.structure import Change, commit, find_site
 
 WEIGHTS_FILE = "growth.safetensors"
@@ -270,8 +270,7 @@ def _read_content(name: str, file: Path) -> dict[str, Any]:
 
 def _growable(model: PreTrainedModel) -> Any:
     target = without_adapters(model)
-    if not isinstance(target, GrowableModel):
-        raise HfGrowError(f"{type(target).__name__} is not growable: call hf_grow.make_growable(model) first.")
+    require_growable(target)
     return target
 
 

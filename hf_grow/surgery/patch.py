@@ -54,6 +54,22 @@ def make_growable(model: Model) -> Model:
     return model
 
 
+def require_growable(model: Any) -> None:
+    """Refuse a model that was not made growable."""
+    if not isinstance(model, GrowableModel):
+        raise HfGrowError(f"{type(model).__name__} is not growable: call hf_grow.make_growable(model) first.")
+
+
+def growable_sites(model: PreTrainedModel) -> list[AttentionSite]:
+    """The attention modules of a growable model, checked to have scores that can do something."""
+    require_growable(model)
+    sites = attention_sites(model)
+    for site in sites:
+        if site.attention.scaling == 0:
+            raise HfGrowError(f"The softmax scale of {site.name} is 0, so its scores can do nothing.")
+    return sites
+
+
 def check_widenable(name: str, projection: Any) -> None:
     """Only plain float projections can take new columns."""
     weight = getattr(projection, "weight", None)

@@ -22,11 +22,10 @@ from hf_grow.modeling.growable_attention import (
     new_parameters,
     weight_rows,
 )
-from hf_grow.modeling.growable_model import GrowableModel
 from hf_grow.surgery.base import base_hash
 from hf_grow.surgery.blocks import Blocks, leading, read_blocks, write_blocks
 from hf_grow.surgery.optimizer_state import CarriedState, Replacement, carry_state
-from hf_grow.surgery.patch import check_site
+from hf_grow.surgery.patch import check_site, require_growable
 
 
 @formerly(kind="attention_type")
@@ -145,11 +144,10 @@ def drop_query_key(
 
 def find_site(model: PreTrainedModel, layer: int, attention_type: str = "self") -> AttentionSite:
     """The attention module of a layer, checked to be one that can be grown."""
-    if not isinstance(model, GrowableModel):
-        raise HfGrowError(f"{type(model).__name__} is not growable yet: call hf_grow.make_growable(model) first.")
+    require_growable(model)
     if attention_type not in ("self", "cross"):
         raise HfGrowError(f"attention_type must be 'self' or 'cross', not {attention_type!r}.")
-    sites = [site for site in attention_sites(model) if site.attention_type == attention_type]  # type: ignore[arg-type]
+    sites = [site for site in attention_sites(model) if site.attention_type == attention_type]
     for site in sites:
         if isinstance(layer, int) and not isinstance(layer, bool) and site.layer == layer:
             check_site(site)

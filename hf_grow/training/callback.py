@@ -18,7 +18,8 @@ from hf_grow.growth.report import GrowthReport
 from hf_grow.measuring.config import CollectConfig
 from hf_grow.modeling.growable_attention import attention_sites
 from hf_grow.modeling.growable_model import GrowableModel
-from hf_grow.running.passes import Batch, Passes, read_batches
+from hf_grow.running.batches import Batch, read_batches
+from hf_grow.running.passes import Passes
 from hf_grow.surgery.base import has_grown
 from hf_grow.surgery.optimizer_state import plain_optimizer
 from hf_grow.surgery.patch import make_growable

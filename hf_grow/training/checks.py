@@ -15,7 +15,8 @@ from hf_grow.errors import HfGrowError
 from hf_grow.growth.config import GrowthConfig
 from hf_grow.modeling.growable_attention import attention_sites
 from hf_grow.modeling.growable_model import GrowableModel
-from hf_grow.running.passes import Batch, Passes
+from hf_grow.running.batches import Batch
+from hf_grow.running.passes import Passes
 from hf_grow.surgery.base import has_adapters, has_grown
 from hf_grow.training.config import TrainConfig
 from hf_grow.training.schedule import GrowthSchedule, check_first_event, check_steps

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 
 from hf_grow.errors import HfGrowError
 from hf_grow.files import digest, first_line
-from hf_grow.running.passes import Batch
+from hf_grow.running.batches import Batch
 
 Collate = Callable[[list[Any]], Batch]
 

@@ -13,7 +13,8 @@ from hf_grow.errors import HfGrowError
 from hf_grow.fields import to_dict
 from hf_grow.growth.config import GrowthConfig
 from hf_grow.measuring.config import CollectConfig
-from hf_grow.running.passes import Batch, Passes
+from hf_grow.running.batches import Batch
+from hf_grow.running.passes import Passes
 from hf_grow.surgery.base import base_hash, without_adapters
 from hf_grow.training.checks import check_batches, check_length, check_model, check_schedule, labelled
 from hf_grow.training.config import FREE_ON_RESUME, TrainConfig

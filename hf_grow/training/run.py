@@ -17,7 +17,8 @@ from hf_grow.errors import HfGrowError
 from hf_grow.fields import to_dict
 from hf_grow.files import clear_errors
 from hf_grow.growth.report import GrowthReport
-from hf_grow.running.passes import Batch, Passes
+from hf_grow.running.batches import Batch
+from hf_grow.running.passes import Passes
 from hf_grow.surgery.base import without_adapters
 from hf_grow.training.checks import check_length, labelled
 from hf_grow.training.feed import mixed

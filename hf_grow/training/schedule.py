@@ -17,7 +17,9 @@ from hf_grow.growth.kinds import KINDS, Amounts
 from hf_grow.growth.pipeline import prepare_growth
 from hf_grow.growth.report import GrowthReport
 from hf_grow.measuring.config import CollectConfig
-from hf_grow.running.passes import Batch, Processes, growable_sites
+from hf_grow.running.batches import Batch
+from hf_grow.running.passes import Processes
+from hf_grow.surgery.patch import growable_sites
 from hf_grow.surgery.place import Place, place_of
 
 logger = logging.getLogger("hf_grow")

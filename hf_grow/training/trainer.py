@@ -16,7 +16,7 @@ from hf_grow.fields import require
 from hf_grow.growth.config import GrowthConfig
 from hf_grow.measuring.config import CollectConfig
 from hf_grow.modeling.growable_model import GrowableModel
-from hf_grow.running.passes import Batch
+from hf_grow.running.batches import Batch
 from hf_grow.surgery.base import without_adapters
 from hf_grow.surgery.patch import make_growable
 from hf_grow.training.checks import check_accelerator

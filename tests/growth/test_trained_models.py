@@ -19,7 +19,9 @@ from hf_grow.growth.kinds.head import HeadGrowth, NewHeads
 from hf_grow.growth.layer_growth import LayerGrowth
 from hf_grow.growth.line_search import Trial, usual_step
 from hf_grow.measuring.statistics import uniform_circuit
-from hf_grow.running.passes import Passes, growable_sites, split_sequences
+from hf_grow.running.batches import split_sequences
+from hf_grow.running.passes import Passes
+from hf_grow.surgery.patch import growable_sites
 
 
 def blocks(text, length=64):

@@ -10,8 +10,9 @@ from models import CASES, KINDS, every_case, fill_new_weights, grow_everything, 
 
 from hf_grow import add_heads
 from hf_grow.measuring.probes import NewHead, OutputRows, driving_inputs, output_products, score_products
-from hf_grow.running.passes import Passes, growable_sites
+from hf_grow.running.passes import Passes
 from hf_grow.surgery.blocks import read_blocks
+from hf_grow.surgery.patch import growable_sites
 from hf_grow.surgery.structure import find_site
 
 

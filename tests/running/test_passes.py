@@ -8,7 +8,8 @@ from models import batch, causal_model
 
 from hf_grow import CollectConfig, HfGrowError, collect_statistics, make_growable
 from hf_grow.running.observe import Attachment, ExactObserver, Extra, Observer
-from hf_grow.running.passes import Passes, growable_sites, split_sequences
+from hf_grow.running.passes import Passes
+from hf_grow.surgery.patch import growable_sites
 from hf_grow.surgery.place import input_sizes
 
 
@@ -128,23 +129,3 @@ def test_a_batch_without_labels_is_named(collection):
     model = make_growable(causal_model("gpt2"))
     with pytest.raises(HfGrowError, match="returned no loss: batches must hold labels"):
         collect_statistics(model, [batch(model)], CollectConfig(collection=collection, columns=1))
-
-
-def test_judges_follow_no_period_of_the_data():
-    ids = torch.arange(400)[:, None]
-    _, judging = split_sequences([{"input_ids": ids}], 0.25)
-    judges = judging[0]["input_ids"][:, 0]
-    assert len(judges) == pytest.approx(100, abs=3)
-    for period in (2, 3, 4, 5, 8):
-        counts = torch.bincount(judges % period, minlength=period)
-        assert counts.min() > 0.6 * 100 / period
-
-
-def test_which_sequences_judge_does_not_depend_on_batches():
-    ids = torch.arange(13)[:, None].expand(-1, 4)
-    for size in (1, 3, 5, 13):
-        batches = [{"input_ids": part, "scale": torch.tensor(2.0)} for part in ids.split(size)]
-        choosing, judging = split_sequences(batches, 0.25)
-        seen = [torch.cat([batch["input_ids"][:, 0] for batch in part]).tolist() for part in (choosing, judging)]
-        assert seen[1] == [1, 4, 9, 12] and sorted(seen[0] + seen[1]) == list(range(13))
-        assert all(float(batch["scale"]) == 2.0 for batch in choosing)
