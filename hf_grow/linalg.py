@@ -282,13 +282,6 @@ def value_gains(gradient: Tensor, value: Tensor, output: Tensor) -> Tensor:
     return ((repeat_groups(value, output.shape[0]).mT @ gradient) * output).sum(2)
 
 
-def score_change_norm(change: Directions, query_gram: Tensor, key_gram: Tensor) -> Tensor:
-    """‖X_q D X_kᵀ‖ of a unit step for each head, when both grams belong to one sequence: (heads,)."""
-    query = change.query.mT @ query_gram @ change.query
-    key = repeat_groups(change.key.mT @ key_gram @ change.key, change.query.shape[0])
-    return (query * key).sum((-2, -1)).clamp(min=0).sqrt()
-
-
 def new_columns(change: Directions, step: float, scaling: float) -> tuple[Tensor, Tensor]:
     """Query and key weights whose scores, times the model's scaling, change by −step · query keyᵀ."""
     size = (step / abs(scaling)) ** 0.5

@@ -33,7 +33,7 @@ from transformers import AutoTokenizer
 
 import hf_grow
 from hf_grow import CollectConfig, GrowthConfig, NewWeights
-from hf_grow.cli.demo import OTHER_MODULES, TRAINING_MODULES, loss_on, read_blocks
+from hf_grow.cli.demo import OTHER_MODULES, TRAINING_MODULES, loss_on, source_blocks
 from hf_grow.modeling.growable_attention import attention_sites
 from hf_grow.surgery.base import new_entries
 
@@ -50,7 +50,7 @@ def blocks_of(options: argparse.Namespace) -> tuple[Tensor, Tensor]:
     """Token ids to train on and held-out ones, (blocks, length); the latter spread over their modules."""
     tokenizer = AutoTokenizer.from_pretrained(hf_grow.SMALL_MODEL)
     training, other = (
-        read_blocks(tokenizer, modules).view(-1, options.length) for modules in (TRAINING_MODULES, OTHER_MODULES)
+        source_blocks(tokenizer, modules).view(-1, options.length) for modules in (TRAINING_MODULES, OTHER_MODULES)
     )
     return training, other[torch.arange(options.held_out) * len(other) // options.held_out]
 

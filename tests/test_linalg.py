@@ -8,6 +8,13 @@ from hypothesis import strategies as st
 from hf_grow import HfGrowError, linalg
 
 
+def score_change_norm(change, query_gram, key_gram):
+    """‖X_q D X_kᵀ‖ of a unit step for each head, when both grams belong to one sequence: (heads,)."""
+    query = change.query.mT @ query_gram @ change.query
+    key = linalg.repeat_groups(change.key.mT @ key_gram @ change.key, change.query.shape[0])
+    return (query * key).sum((-2, -1)).clamp(min=0).sqrt()
+
+
 def draw(*shape, seed=0):
     """Normal numbers in float64."""
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -44,7 +51,7 @@ def find(gradient, gram, rank, groups=1, metric="whitened", **kwargs):
 
 def decrease_per_norm(change, gradient, gram):
     """First-order decrease for a score change of norm one, all heads together."""
-    norm = linalg.score_change_norm(change, gram, gram).square().sum().sqrt()
+    norm = score_change_norm(change, gram, gram).square().sum().sqrt()
     return float(linalg.first_order_gains(gradient, change).sum() / norm)
 
 

@@ -62,14 +62,11 @@ def demo(
     out = check_out_folder(out, overwrite)
     console.rule("1. patch: the same outputs, bit for bit")
     tokenizer = AutoTokenizer.from_pretrained(SMALL_MODEL)
-    model = AutoModelForCausalLM.from_pretrained(SMALL_MODEL).eval()
-    training, other = read_blocks(tokenizer, TRAINING_MODULES), read_blocks(tokenizer, OTHER_MODULES)[:OTHER_SEQUENCES]
-    stock = logits(model, other[:1])
-    make_growable(model)
-    same = torch.equal(stock, logits(model, other[:1]))
-    say(f"growable and stock logits are equal: {same}")
-    if not same:
-        raise HfGrowError("The growable model does not compute what the stock model does.")
+    training, other = (
+        source_blocks(tokenizer, TRAINING_MODULES),
+        source_blocks(tokenizer, OTHER_MODULES)[:OTHER_SEQUENCES],
+    )
+    model = patched_model(other[:1])
     ungrown, losses = copy.deepcopy(model), {"before growth": loss_on(model, other)}
 
     console.rule("2. measure: where does attention lack capacity for Python source code?")
@@ -95,16 +92,30 @@ def demo(
     files = report_files(prepared, summary, "How the small model grew for Python source code")
     save_grown(model, out, tokenizer=tokenizer, overwrite=overwrite, extras=files)
     text, reloaded = reload_elsewhere(out, other[:1])
-    equal = torch.equal(logits(model, other[:1]), reloaded)
-    say(f"reloaded logits are equal, bit for bit: {equal}")
-    if not equal:
-        raise HfGrowError("The reloaded model does not compute what the saved one does.")
+    check_equal("reloaded logits are equal, bit for bit", logits(model, other[:1]), reloaded)
     console.rule("6. generate")
     say(text)
     say(f"The model, {HTML_FILE} and its figures are in {out}")
 
 
-def read_blocks(tokenizer: PreTrainedTokenizerBase, modules: tuple[str, ...]) -> Tensor:
+def patched_model(input_ids: Tensor) -> Any:
+    """The small model, growable, checked to compute what it did."""
+    model = AutoModelForCausalLM.from_pretrained(SMALL_MODEL).eval()
+    stock = logits(model, input_ids)
+    make_growable(model)
+    check_equal("growable and stock logits are equal", stock, logits(model, input_ids))
+    return model
+
+
+def check_equal(what: str, first: Tensor, second: Tensor) -> None:
+    """Say whether the logits of two models are equal; if not, that is the end."""
+    equal = torch.equal(first, second)
+    say(f"{what}: {equal}")
+    if not equal:
+        raise HfGrowError("The model does not compute what it did before.")
+
+
+def source_blocks(tokenizer: PreTrainedTokenizerBase, modules: tuple[str, ...]) -> Tensor:
     """The source of some modules of Python's library in blocks of tokens (blocks, tokens)."""
     try:
         text = "\n\n".join(inspect.getsource(importlib.import_module(name)) for name in modules)
@@ -126,7 +137,7 @@ def loss_on(model: PreTrainedModel, blocks: Tensor) -> float:
     return sum(float(model(part, labels=part).loss) * len(part) for part in blocks.split(BATCH)) / len(blocks)
 
 
-def finetune(model: PreTrainedModel, blocks: Tensor, steps: int) -> Iterator[tuple[int, float]]:
+def train(model: PreTrainedModel, blocks: Tensor, steps: int) -> Iterator[tuple[int, float]]:
     """A plain training loop; every ten steps, their number and the mean loss since the last time."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(0))
@@ -148,7 +159,7 @@ def finetune(model: PreTrainedModel, blocks: Tensor, steps: int) -> Iterator[tup
 def finetune_both(ungrown: Any, grown: Any, blocks: Tensor, steps: int) -> None:
     """Train both on the same batches, side by side, and print their training losses as they come."""
     say("step   training loss, ungrown   grown")
-    runs = finetune(ungrown, blocks, steps), finetune(grown, blocks, steps)
+    runs = train(ungrown, blocks, steps), train(grown, blocks, steps)
     for (step, plain), (_, more) in zip(*runs, strict=True):
         say(f"{step:>4}   {plain:>22.4f}   {more:.4f}")
 
