@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
+from operator import attrgetter
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from hf_grow.errors import HfGrowError
@@ -93,6 +94,8 @@ def formerly(**new_names: str) -> Callable[[Function], Function]:
         def call(*args: Any, **kwargs: Any) -> Any:
             for old, new in new_names.items():
                 if old in kwargs:
+                    if new in kwargs:
+                        raise TypeError(f"{old} is the former name of {new}: give {new} alone.")
                     warn_renamed(old, new)
                     kwargs[new] = kwargs.pop(old)
             return function(*args, **kwargs)
@@ -103,7 +106,10 @@ def formerly(**new_names: str) -> Callable[[Function], Function]:
 
 
 def former_attributes(**new_names: str) -> Callable[[type[Config]], type[Config]]:
-    """A class whose attributes had other names: the old ones can still be read for one version, with a warning."""
+    """A class whose attributes had other names: the old ones can still be read for one version, with a warning.
+
+    A new name may lead through several objects; where it is a private one, the attribute will go altogether.
+    """
 
     def decorate(cls: type[Config]) -> type[Config]:
         for old, new in new_names.items():
@@ -127,11 +133,12 @@ def former_fields(**new_names: str) -> Callable[[type[Config]], type[Config]]:
 def _former_attribute(old: str, new: str) -> property:
     def read(self: Any) -> Any:
         warn_renamed(old, new)
-        return getattr(self, new)
+        return attrgetter(new)(self)
 
     return property(read)
 
 
 def warn_renamed(old: str, new: str) -> None:
     """Tell whoever called our caller that a name will go."""
-    warnings.warn(f"{old} is now called {new}; the old name goes with 0.3.", DeprecationWarning, stacklevel=3)
+    now = "" if new.startswith("_") else f" is now called {new}; the old name"
+    warnings.warn(f"{old}{now} goes with 0.3.", DeprecationWarning, stacklevel=3)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_grow.adapting.adapt import trainable_parameters
 from hf_grow.adapting.budget import choose_amounts
-from hf_grow.adapting.config import LEARNING_RATE, AdaptConfig
+from hf_grow.adapting.config import ADAPTER_LEARNING_RATE, AdaptConfig
 from hf_grow.adapting.saved import adapt_or_resume, save_adapted
 from hf_grow.data import DataConfig, load_sequences, split_rows
 from hf_grow.errors import HfGrowError
@@ -20,11 +20,11 @@ from hf_grow.modeling.growable_model import GrowableModel
 from hf_grow.running.passes import Passes
 from hf_grow.saving.checkpoint import check_out_folder, save_grown
 from hf_grow.surgery.patch import make_growable
-from hf_grow.training.checks import check_batches, labelled
+from hf_grow.training.checks import check_batches, check_growth_and_schedule, labelled
 from hf_grow.training.config import TrainConfig
 from hf_grow.training.feed import Collate, Feed, evaluation_batches
 from hf_grow.training.run_state import checkpoints as checkpoints_in
-from hf_grow.training.schedule import GrowthSchedule
+from hf_grow.training.schedule import GrowthSchedule, check_steps
 from hf_grow.training.setup import make_accelerator
 from hf_grow.training.trainer import GrowthTrainer, TrainResult
 
@@ -123,7 +123,7 @@ def finetune(
     growth_only       save new columns and LoRA alone (`save_adapted`), not one whole model (`save_grown`)
     """
     run = Finetuning(
-        out,
+        out=out,
         config=config,
         recipe=recipe,
         growth=growth,
@@ -140,47 +140,49 @@ def finetune(
     return run.train(model, tokenizer, data)
 
 
+@dataclass(kw_only=True)
 class Finetuning:
     """All that the user says of a run of `finetune`, checked before any model or data is loaded."""
 
-    def __init__(
-        self,
-        out: str | os.PathLike,
-        *,
-        config: TrainConfig | None = None,
-        recipe: AdaptConfig | None = None,
-        growth: GrowthConfig | None = None,
-        schedule: GrowthSchedule | None = None,
-        growth_sequences: int = GrowthSchedule.sequences,
-        data_config: DataConfig | None = None,
-        evaluation: Evaluation | None = None,
-        checkpoints: str | os.PathLike | None = None,
-        resume: bool = False,
-        overwrite: bool = False,
-        growth_only: bool = False,
-        progress: bool = True,
-    ) -> None:
-        if recipe is not None and (growth is not None or schedule is not None):
+    out: str | os.PathLike
+    config: TrainConfig | None = None
+    recipe: AdaptConfig | None = None
+    growth: GrowthConfig | None = None
+    schedule: GrowthSchedule | None = None
+    growth_sequences: int = GrowthSchedule.sequences
+    data_config: DataConfig | None = None
+    evaluation: Evaluation | None = None
+    checkpoints: str | os.PathLike | None = None
+    resume: bool = False
+    overwrite: bool = False
+    growth_only: bool = False
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_growth()
+        data_config = self.data_config or DataConfig()
+        self.training = training_config(self.config, self.recipe, data_config)
+        self.data = replace(data_config, batch_size=self.training.batch_size)
+        if self.schedule is not None:
+            check_steps(self.schedule, self.training.steps)
+        check_out_folder(self.out, self.overwrite)
+        self.folder = Path(self.out)
+        self.run_folder = Path(self.checkpoints or self.folder.with_name(f"{self.folder.name}-checkpoints"))
+        check_checkpoints(self.run_folder, self.folder, self.resume, self.recipe)
+
+    def _check_growth(self) -> None:
+        if self.recipe is not None and (self.growth is not None or self.schedule is not None):
             raise HfGrowError("A recipe says itself how to grow: leave growth and schedule out, or the recipe.")
-        if growth_only and recipe is None:
+        if self.growth_only and self.recipe is None:
             raise HfGrowError("Only what a recipe adds to a frozen model can be saved alone: leave growth_only out.")
-        data_config = data_config or DataConfig()
-        self.config = training_config(config, recipe, data_config)
-        self.data_config = replace(data_config, batch_size=self.config.batch_size)
-        self.recipe, self.growth, self.schedule = recipe, growth, schedule
-        self.growth_sequences, self.evaluation = growth_sequences, evaluation or Evaluation()
-        self.resume, self.overwrite, self.growth_only, self.progress = resume, overwrite, growth_only, progress
-        check_out_folder(out, overwrite)
-        self.out = Path(out)
-        self.checkpoints = Path(checkpoints or self.out.with_name(f"{self.out.name}-checkpoints"))
-        check_checkpoints(self.checkpoints, self.out, resume, recipe)
+        check_growth_and_schedule(self.growth, self.schedule)
 
     def train(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: str) -> FinetuneResult:
         """Load the data, adapt the model if there is a recipe, train it and save it."""
-        accelerator = make_accelerator(self.config, self.checkpoints)
-        self.config.check_device(accelerator.device)
+        accelerator = make_accelerator(self.training, self.run_folder)
+        self.training.check_device(accelerator.device)
         self._make_ready(model, accelerator)
-        rows = load_rows(data, self.data_config, self.evaluation, tokenizer, model)
+        rows = load_rows(data, self.data, self.evaluation or Evaluation(), tokenizer, model)
         loss_before = self._evaluated(model, rows, accelerator)
         if self.recipe is not None:
             model = self._adapted(model, self.recipe, rows, accelerator)
@@ -189,10 +191,10 @@ class Finetuning:
             rows.training,
             rows.evaluation,
             collate=rows.collate,
-            config=self.config,
+            config=self.training,
             growth=self.growth,
             schedule=self.schedule,
-            folder=self.checkpoints,
+            folder=self.run_folder,
             tokenizer=tokenizer,
             accelerator=accelerator,
             progress=self.progress,
@@ -219,7 +221,7 @@ class Finetuning:
         if rows.evaluation is None:
             return None
         own = accelerator.num_processes, accelerator.process_index
-        batches = evaluation_batches(rows.evaluation, rows.collate, self.config.batch_size, self.config.seed, *own)
+        batches = evaluation_batches(rows.evaluation, rows.collate, self.training.batch_size, self.training.seed, *own)
         if batches:
             check_batches(model, batches, "evaluation")
         with accelerator.autocast():
@@ -230,18 +232,19 @@ class Finetuning:
         feed = Feed(
             rows.training,
             rows.collate,
-            self.config.batch_size,
+            self.training.batch_size,
             processes=accelerator.num_processes,
             process=accelerator.process_index,
-            seed=self.config.seed,
+            seed=self.training.seed,
         )
-        batches = feed.sample(self.growth_sequences, 0)
-        check_batches(model, batches, "training")
+        batches = feed.sample(self.growth_sequences, 0) if recipe.grows else []
+        if batches:
+            check_batches(model, batches, "training")
         return adapt_or_resume(
             model,
             batches,
             recipe,
-            self.checkpoints / START,
+            self.run_folder / START,
             resume=self.resume,
             accelerator=accelerator,
             progress=self.progress and accelerator.is_main_process,
@@ -253,7 +256,7 @@ class Finetuning:
             # The model grew once, before the trainer got it.
             events = trainer.inner.growth_history["events"][-1:] if self.recipe.grows else []
         learning = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
-        if self.recipe is not None or self.config.train == "new":
+        if self.recipe is not None or self.training.train == "new":
             learning = trainable_parameters(trainer.model)
         kept = ("training_step", "parameters_added", "loss_before", "loss_after", "form")
         return FinetuneResult(
@@ -266,20 +269,20 @@ class Finetuning:
             eval_after=done.eval_loss,
             steps=done.steps,
             seconds=done.seconds,
-            out=str(self.out),
-            checkpoints=str(self.checkpoints),
+            out=str(self.folder),
+            checkpoints=str(self.run_folder),
         )
 
     def _save(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         if self.growth_only:
-            save_adapted(model, self.out, config=self.recipe, overwrite=self.overwrite)
+            save_adapted(model, self.folder, config=self.recipe, overwrite=self.overwrite)
         else:
-            save_grown(model, self.out, tokenizer=tokenizer, overwrite=self.overwrite)
+            save_grown(model, self.folder, tokenizer=tokenizer, overwrite=self.overwrite)
 
 
 def default_learning_rate(recipe: AdaptConfig | None) -> float:
     """Of all weights, or of the few that a recipe adds."""
-    return TrainConfig.learning_rate if recipe is None else LEARNING_RATE
+    return TrainConfig.learning_rate if recipe is None else ADAPTER_LEARNING_RATE
 
 
 def training_config(config: TrainConfig | None, recipe: AdaptConfig | None, data_config: DataConfig) -> TrainConfig:

@@ -1,8 +1,11 @@
 """Code blocks of README and docs/api.md, and the examples, are run, so that they stay true."""
 
 import ast
+import importlib
+import inspect
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -100,3 +103,18 @@ def test_the_comparison_of_choices_prints_its_tables():
     done = subprocess.run([*command, *sizes], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "phases='split'" in done.stdout
+
+
+def test_names_in_the_maths_are_those_of_the_code():
+    text, classes = text_of("docs/maths.md"), {}
+    for module in pkgutil.walk_packages(hf_grow.__path__, "hf_grow."):
+        if not module.name.endswith("__main__"):
+            members = vars(importlib.import_module(module.name)).items()
+            classes |= {name: value for name, value in members if isinstance(value, type)}
+    dotted = re.findall(r"`([A-Z]\w+)\.(\w+)", text)
+    assert len(dotted) > 10
+    for name, attribute in dotted:
+        fields = {key for cls in classes[name].__mro__ for key in vars(cls).get("__annotations__", ())}
+        own = f"self.{attribute}" in inspect.getsource(classes[name])
+        assert own or attribute in fields or hasattr(classes[name], attribute), f"{name}.{attribute}"
+    assert all(hasattr(hf_grow.linalg, name) for name in re.findall(r"`linalg\.(\w+)", text))

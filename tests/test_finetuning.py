@@ -104,3 +104,21 @@ def test_what_does_not_go_together_is_refused(start, options, message, tmp_path)
     with pytest.raises(hf_grow.HfGrowError, match=message):
         hf_grow.finetune(**{**start, **options})
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("events", "message"),
+    [
+        ({"growth": GrowthConfig(columns=1)}, "needs growth=GrowthConfig"),
+        ({"growth": GrowthConfig(columns=1), "schedule": GrowthSchedule(at=(3,))}, "nothing left to train"),
+    ],
+)
+def test_what_needs_no_model_is_refused_before_one_is_touched(start, events, message):
+    arguments = start | {"model": None, "tokenizer": None, "data": "no such file.txt"}
+    with pytest.raises(hf_grow.HfGrowError, match=message):
+        hf_grow.finetune(**arguments, **events)
+
+
+def test_nothing_is_drawn_to_measure_on_where_nothing_grows(start, monkeypatch):
+    monkeypatch.setattr(finetuning.Feed, "sample", lambda *_: pytest.fail("LoRA needs no measuring"))
+    hf_grow.finetune(**start, recipe=AdaptConfig(method="lora", budget=BUDGET), growth_only=True)

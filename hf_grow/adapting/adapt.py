@@ -20,7 +20,7 @@ from hf_grow.modeling.growable_attention import attention_sites
 from hf_grow.modeling.growable_model import GrowableModel
 from hf_grow.running.batches import Batch
 from hf_grow.running.passes import Processes
-from hf_grow.surgery.base import base_parameters, new_entries, without_adapters
+from hf_grow.surgery.base import Model, base_parameters, new_entries, without_adapters
 from hf_grow.surgery.patch import make_growable
 from hf_grow.training.feed import random_numbers
 from hf_grow.training.new_weights import NewWeights
@@ -60,7 +60,7 @@ def adapt(
     return frozen(model, growth_learns=config.grows), report
 
 
-def trainable_parameters(model: PreTrainedModel | PeftModel) -> int:
+def trainable_parameters(model: Model) -> int:
     """How many numbers learn in an adapted model: new entries of projections, and adapters whole."""
     base = {parameter for _, parameter in base_parameters(model)}
     adapters = sum(

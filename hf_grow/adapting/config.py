@@ -4,15 +4,15 @@ from dataclasses import dataclass
 from math import inf
 
 from hf_grow.errors import HfGrowError
-from hf_grow.fields import one_of, require, some_of, whole
+from hf_grow.fields import is_number, one_of, require, some_of, whole
 from hf_grow.growth.config import GrowthConfig
 from hf_grow.growth.kinds import COLUMN_KINDS
 from hf_grow.measuring.config import CollectConfig
+from hf_grow.surgery.blocks import ROLES
 
 METHODS = ("grow", "lora", "grow+lora")
-ROLES = ("query", "key", "value", "output")
 # What most methods did best with in the benchmark of adapters, on both models; all weights want far smaller steps.
-LEARNING_RATE = 3e-3
+ADAPTER_LEARNING_RATE = 3e-3
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,7 @@ class AdaptConfig:
                 raise HfGrowError(f"{name} has no meaning with method='{self.method}': leave it out.")
         for name, least, most in (("share", 0, 1), ("lora_dropout", -1, 1), ("lora_alpha", 0, inf)):
             value = getattr(self, name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if value is not None and not (number and least < value < most and value >= 0):
+            if value is not None and not (is_number(value) and least < value < most and value >= 0):
                 raise HfGrowError(f"{name} must be a number between {max(least, 0)} and {most}, not {value!r}.")
         if self.also_train is not None:
             names = (self.also_train,) if isinstance(self.also_train, str) else tuple(self.also_train)

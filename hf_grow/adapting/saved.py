@@ -19,14 +19,14 @@ from hf_grow.files import check_out_folder, clear_errors, replacing
 from hf_grow.modeling.growable_model import GrowableModel
 from hf_grow.running.batches import Batch
 from hf_grow.saving.growth_file import GROWTH_FOLDER, LORA_FOLDER, WEIGHTS_FILE, load_growth, save_growth
-from hf_grow.surgery.base import has_adapters, has_grown, without_adapters
+from hf_grow.surgery.base import Model, has_adapters, has_grown, without_adapters
 from hf_grow.surgery.patch import make_growable
 
 CONFIG_FILE = "adapt.json"
 
 
 def save_adapted(
-    model: PreTrainedModel | PeftModel,
+    model: Model,
     path: str | os.PathLike,
     *,
     config: AdaptConfig | None = None,

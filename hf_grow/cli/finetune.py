@@ -73,7 +73,7 @@ def finetune(
         recipe = recipe_of(method, adapting)
     config = training.make(learning_rate=default_learning_rate(recipe))
     run = Finetuning(
-        out,
+        out=out,
         config=config,
         recipe=recipe,
         growth=growth_config,

@@ -21,7 +21,7 @@ from hf_grow.saving.checkpoint import check_loading, clear_errors, load_grown
 from hf_grow.surgery.families import FAMILIES, family_of
 from hf_grow.surgery.patch import make_growable
 
-# The tasks for which data can be read, see sequences.py.
+# The tasks for which data can be read, see `data.sequences`.
 TASKS = {
     "causal": AutoModelForCausalLM,
     "masked": AutoModelForMaskedLM,

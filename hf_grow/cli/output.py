@@ -82,7 +82,7 @@ def print_facts(facts: dict[str, str]) -> None:
 def print_summary(summary: dict, title: str) -> None:
     """A table of layers and sizes, then the history."""
     table = Table(title=escape(title), title_justify="left")
-    for name in ("layer", "kind", "heads", "key heads", "query/key", "value", "scale"):
+    for name in ("layer", "attention", "heads", "key heads", "query/key", "value", "scale"):
         table.add_column(name, justify="right")
     table.add_column("parameters", justify="right")
     for layer in summary["layers"]:

@@ -21,7 +21,7 @@ def names(option: str, text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip() or not text.strip())
 
 
-def whole(option: str, text: int | str) -> int:
+def read_whole(option: str, text: int | str) -> int:
     """A whole number, also of an option that takes other things too."""
     if isinstance(text, str) and not text.strip().isdecimal():
         raise HfGrowError(f"{option} must be made of whole numbers, not {text!r}.")
@@ -30,7 +30,7 @@ def whole(option: str, text: int | str) -> int:
 
 def whole_numbers(option: str, text: str) -> tuple[int, ...]:
     """Whole numbers with commas."""
-    return tuple(whole(option, part) for part in text.split(","))
+    return tuple(read_whole(option, part) for part in text.split(","))
 
 
 def numbers(option: str, text: str) -> tuple[float, ...]:
@@ -68,7 +68,7 @@ class Reader:
 
 READERS = {
     (bool,): Reader(bool),
-    (int,): Reader(int, whole),
+    (int,): Reader(int, read_whole),
     (float,): Reader(float),
     (str,): Reader(str),
     (int, str): Reader(str, metavar="N or N%"),

@@ -21,12 +21,13 @@ def finetune_script(
     )
     parser.add_argument("--model", default=model, required=model is None, help="a Hub id or a local folder")
     parser.add_argument("--method", default="full", help="full, grow, lora or grow+lora")
-    parser.add_argument("--budget", default="1%", help="new parameters, or a percentage of the model's")
+    parser.add_argument("--budget", help="new parameters, or a percentage of the model's; 1%% without --columns")
     parser.add_argument("--columns", help="instead of the budget: query/key columns for every head")
     parser.add_argument("--grow-at", nargs="*", default=[str(grow_at)], help="steps at which to grow, with method full")
     parser.add_argument("--every", default="100", help="steps between evaluations and checkpoints")
     own, others = parser.parse_known_args(words)
-    amount = ["--budget", own.budget] if own.columns is None else ["--columns", own.columns]
+    given = {"--budget": own.budget if own.budget or own.columns else "1%", "--columns": own.columns}
+    amount = [word for option, value in given.items() if value is not None for word in (option, value)]
     if own.method != "full":
         how = [*amount, "--growth-only"]
     else:

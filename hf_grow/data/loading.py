@@ -1,7 +1,7 @@
 """Data: files or a data set of the Hub become sequences for training, or a list of batches.
 
-What a sequence is follows from the class of the model, see sequences.py. Sequences keep the order of the data; only a
-stream can be shuffled here.
+What a sequence is follows from the class of the model, see `data.sequences`. Sequences keep the order of the data; only
+a stream can be shuffled here.
 """
 
 import logging
@@ -43,8 +43,8 @@ logger = logging.getLogger("hf_grow")
 # Only whole documents keep their newlines: the paragraphs of datasets come without the blank lines between them.
 TEXT: tuple[str, dict[str, str]] = ("text", {"sample_by": "document"})
 JSON: tuple[str, dict[str, str]] = ("json", {})
-READERS = {".txt": TEXT, ".text": TEXT, ".md": TEXT, ".jsonl": JSON, ".json": JSON, ".parquet": ("parquet", {})}
-READERS |= {".csv": ("csv", {}), ".tsv": ("csv", {"sep": "\t"})}
+FILE_READERS = {".txt": TEXT, ".text": TEXT, ".md": TEXT, ".jsonl": JSON, ".json": JSON, ".parquet": ("parquet", {})}
+FILE_READERS |= {".csv": ("csv", {}), ".tsv": ("csv", {"sep": "\t"})}
 SPLITS = {"train": "train", "test": "test", **dict.fromkeys(("validation", "valid", "val", "dev"), "validation")}
 LABEL_COLUMNS = ("label", "labels")
 # What datasets says of tables without rows.
@@ -63,7 +63,7 @@ class DataConfig:
     length          tokens per sequence; None: as many as the model has positions, at most 256
     batch_size      sequences at once
     max_sequences   read so many at most; None: all
-    seed            of the masking of `load_batches`, and of the shuffling of a stream
+    seed            of masking when batches are measured on, of the shuffling of a stream, and of what is held out
     streaming       read on the way, not all before
     processes       how many tokenise, if all of the data is wanted
     shuffle_buffer  rows of a stream from which the next one is drawn; None: their order
@@ -248,7 +248,7 @@ def _source(data: str, config: DataConfig) -> dict[str, Any]:
         if re.split(r"[\[+]", config.split)[0] not in splits:
             raise HfGrowError(f"{data!r} has no split {config.split!r}: choose from {', '.join(splits)}.")
         return {"path": builder, "data_files": splits, **options}
-    if not data or path.is_absolute() or data.startswith((".", "~")) or path.suffix.lower() in READERS:
+    if not data or path.is_absolute() or data.startswith((".", "~")) or path.suffix.lower() in FILE_READERS:
         raise HfGrowError(f"There is no file or folder {data!r}: check the path.")
     name, _, configuration = data.partition(":")
     return {"path": name, "name": configuration or None}
@@ -257,11 +257,11 @@ def _source(data: str, config: DataConfig) -> dict[str, Any]:
 def _local_files(path: Path) -> tuple[dict[str, list[str]], tuple[str, dict[str, str]]]:
     """The files of each split, and how to read them; of a folder, all but hidden files and READMEs."""
     names = sorted(glob("**", root_dir=path, recursive=True)) if path.is_dir() else [""]
-    known = [name for name in names if (path / name).is_file() and (path / name).suffix.lower() in READERS]
+    known = [name for name in names if (path / name).is_file() and (path / name).suffix.lower() in FILE_READERS]
     files = [path / name for name in known if Path(name).name != "README.md"]
-    readers = [READERS[file.suffix.lower()] for file in files]
+    readers = [FILE_READERS[file.suffix.lower()] for file in files]
     if not readers:
-        raise HfGrowError(f"'{path}' is no data that can be read: give files that end in {', '.join(READERS)}.")
+        raise HfGrowError(f"'{path}' is no data that can be read: give files that end in {', '.join(FILE_READERS)}.")
     if any(reader != readers[0] for reader in readers):
         endings = ", ".join(sorted({file.suffix for file in files}))
         raise HfGrowError(f"'{path}' mixes kinds of files ({endings}): give one file, or a folder with one kind.")

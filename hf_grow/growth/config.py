@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hf_grow.errors import HfGrowError
 from hf_grow.fields import former_fields, is_number, one_of, whole
-from hf_grow.measuring.kind import KINDS
+from hf_grow.measuring.kind import MEASURED_KINDS, default_kinds
 
 STRATEGIES = ("append", "refactor", "step")
 LINE_SEARCHES = ("low_rank", "full_rank")
@@ -20,7 +20,7 @@ Amount = int | Mapping[int | str, int] | None
 class GrowthConfig:
     """How much to grow, where, and how far to step.
 
-    columns        new query/key columns per head, for every layer or by layer (a dict from numbers or attention names)
+    columns        new query/key columns per head: 8 for every layer, or by layer: 0:8,3:4 (in Python a dict)
     value_columns  new value columns per head, likewise
     heads          new heads, likewise
     budget         instead of these: new parameters, as a number or "1%" of the model's, spent where they promise most
@@ -46,8 +46,8 @@ class GrowthConfig:
         one_of("strategy", self.strategy, STRATEGIES)
         one_of("step_scope", self.step_scope, STEP_SCOPES)
         one_of("line_search", self.line_search, LINE_SEARCHES)
-        amounts = {name: getattr(self, name) for name in KINDS if getattr(self, name) is not None}
-        replaceable = {name for name, kind in KINDS.items() if kind.searches_scores}
+        amounts = {name: getattr(self, name) for name in MEASURED_KINDS if getattr(self, name) is not None}
+        replaceable = {name for name, kind in MEASURED_KINDS.items() if kind.replaceable}
         for name, amount in amounts.items():
             least = -(10**9) if name in replaceable and self.strategy == "refactor" else 0
             for value in amount.values() if isinstance(amount, Mapping) else (amount,):
@@ -58,6 +58,9 @@ class GrowthConfig:
             raise HfGrowError(f"step_size must be a number that is not negative, not {self.step_size!r}.")
         if self.strategy != "append" and (self.budget is not None or amounts.keys() - replaceable):
             raise HfGrowError(f"strategy='{self.strategy}' concerns query/key columns only: give columns=… alone.")
+        searched = self.budget is not None or any(largest(amounts.get(name)) for name in replaceable)
+        if self.strategy == "append" and self.line_search == "full_rank" and amounts and not searched:
+            raise HfGrowError("line_search='full_rank' concerns query/key columns: ask for some, or use 'low_rank'.")
         if self.strategy == "step" and amounts:
             raise HfGrowError("strategy='step' adds no columns: give neither columns nor anything else to add.")
         nothing = not amounts or (self.strategy == "append" and not any(largest(amount) for amount in amounts.values()))
@@ -79,10 +82,10 @@ class GrowthConfig:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What this config may grow; without amounts, the first kind there is."""
+        """What this config may grow; without amounts, what is measured by default."""
         if self.budget is not None:
-            return tuple(KINDS)
-        return tuple(name for name in KINDS if getattr(self, name) is not None) or tuple(KINDS)[:1]
+            return tuple(MEASURED_KINDS)
+        return tuple(name for name in MEASURED_KINDS if getattr(self, name) is not None) or default_kinds()
 
 
 def largest(amount: Amount) -> int:

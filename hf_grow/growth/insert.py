@@ -43,6 +43,8 @@ def insert_growth(
     With `dry_run` everything is tried and nothing inserted.
     """
     _check_plan(model, plan)
+    if optimizer is not None:
+        plain_optimizer(optimizer)
     # Of many processes some may have none.
     many = accelerator is not None and accelerator.num_processes > 1
     searched = None if batches is None else read_batches(batches, least=0 if many else 1)
@@ -63,8 +65,6 @@ def carry_out(
     model = passes.model
     for layer in plan.layers:
         find_site(model, layer.place.layer, layer.place.attention_type)
-    if optimizer is not None:
-        plain_optimizer(optimizer)
     insertion = _Insertion(plan, passes, batches)
     step_sizes = insertion.choose_steps()
     searched = time.perf_counter()
@@ -230,6 +230,7 @@ class _Insertion:
             "form": report.form,
             "config": report.config,
             "collected": report.collected,
+            # Its name in files since 0.1.
             "steps": report.step_sizes,
             "loss_before": report.loss_before,
             "parameters_added": self.plan.parameters_added,

@@ -7,7 +7,7 @@ import torch
 
 from hf_grow.growth.amounts import grown_dims, parameters_added
 from hf_grow.growth.kinds import KINDS, PIECES, Amounts, Piece, StepSizes
-from hf_grow.growth.kinds.head import HeadGrowth, NewHeads
+from hf_grow.growth.kinds.head import NewHeads
 from hf_grow.growth.kinds.query_key import NewColumns
 from hf_grow.growth.kinds.replace import RemadeColumns
 from hf_grow.growth.kinds.value import NewValueColumns
@@ -86,14 +86,11 @@ def read_layer_growth(content: dict[str, Any]) -> LayerGrowth:
     place = read_place(content["place"])
     if "pieces" not in content:
         return LayerGrowth(place, _former_pieces(content, place))
-    return LayerGrowth(place, tuple(_read_piece(dict(piece)) for piece in content["pieces"]))
+    return LayerGrowth(place, tuple(_read_piece(**piece) for piece in content["pieces"]))
 
 
-def _read_piece(content: dict[str, Any]) -> Piece:
-    form = content.pop("form")
-    if "heads" in content:
-        content["heads"] = tuple(HeadGrowth(**head) for head in content["heads"])
-    return PIECES[form](**content)
+def _read_piece(form: str, **content: Any) -> Piece:
+    return PIECES[form].read(content)
 
 
 def _former_pieces(content: dict[str, Any], place: Place) -> tuple[Piece, ...]:
@@ -109,5 +106,5 @@ def _former_pieces(content: dict[str, Any], place: Place) -> tuple[Piece, ...]:
         pieces.append(NewValueColumns(content["value"], content["output"]))
     if content["heads"]:
         skipped = sum(piece.count for piece in pieces if isinstance(piece, NewValueColumns))
-        pieces.append(NewHeads(tuple(HeadGrowth(**head) for head in content["heads"]), skipped))
+        pieces.append(NewHeads.read({"heads": content["heads"], "skipped": skipped}))
     return tuple(pieces)

@@ -103,14 +103,17 @@ class GrowthPlan:
         }
 
     def __str__(self) -> str:
-        lines = ["layer  columns  values  heads  parameters  expected decrease  held out  reachable without growth"]
+        names = [name.replace("_", " ") for name in KINDS]
+        titles = "  ".join(["layer", *names, "parameters", "expected decrease", "held out", "reachable without growth"])
+        lines = [titles]
         for row in (layer.summary() for layer in self.layers):
             expected = row["expected_decrease"]
             held_out = "-" if expected["held_out"] is None else f"{expected['held_out']:.2e}"
             share = "-" if row["reachable_share"] is None else f"{row['reachable_share']:.0%}"
+            amounts = "  ".join(f"{row[name]:>{len(name)}}" for name in KINDS)
             lines.append(
-                f"{row['layer']:>5}  {row['columns']:>7}  {row['value_columns']:>6}  {row['heads']:>5}  "
-                f"{row['parameters_added']:>10,}  {expected['in_sample']:>17.2e}  {held_out:>8}  {share:>24}"
+                f"{row['layer']:>5}  {amounts}  {row['parameters_added']:>10,}  {expected['in_sample']:>17.2e}  "
+                f"{held_out:>8}  {share:>24}"
             )
         lines.append(f"{self.parameters_added:,} new parameters, {self.parameters_added / self.parameters:.2%}")
         return "\n".join(lines)

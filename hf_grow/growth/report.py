@@ -1,11 +1,11 @@
 """What happened when a model grew, as a value that prints and saves."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
-from hf_grow.fields import former_fields
+from hf_grow.fields import former_fields, to_dict
 
 
 @former_fields(steps="step_sizes")
@@ -56,7 +56,7 @@ class GrowthReport:
         """Plain values for JSON."""
         # JSON has no number for a loss that is not finite.
         curve = [(step, loss if isfinite(loss) else None) for step, loss in self.curve]
-        return asdict(self) | {
+        return to_dict(self) | {
             "curve": curve,
             "parameters_added": self.parameters_added,
             "realised": self.realised,

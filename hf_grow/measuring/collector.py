@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_grow import linalg
 from hf_grow.linalg import Side
 from hf_grow.measuring.config import CollectConfig
-from hf_grow.measuring.kind import KINDS
+from hf_grow.measuring.kind import MEASURED_KINDS
 from hf_grow.measuring.probes import Grams, NewHead
 from hf_grow.measuring.statistics import AttentionStatistics, uniform_circuit
 from hf_grow.modeling.growable_attention import AttentionSite
@@ -57,7 +57,7 @@ class Collector:
         self.passes, self.sites, self.choosing, self.judging, self.config = passes, sites, choosing, judging, config
         self.places = [place_of(site) for site in sites]
         self.present = [self._present(read_blocks(site)) for site in sites]
-        self.kinds = [KINDS[name] for name in config.measured_kinds]
+        self.kinds = [MEASURED_KINDS[name] for name in config.measured_kinds]
         # Whether any process has sequences that judge: all take part in their passes then.
         self.judged = passes.count(judging) > 0
         self.generator = torch.Generator().manual_seed(config.seed)

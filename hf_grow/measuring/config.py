@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hf_grow.errors import HfGrowError
 from hf_grow.fields import is_number, one_of, some_of, whole
 from hf_grow.linalg import INVERSES, METRICS
-from hf_grow.measuring.kind import KINDS
+from hf_grow.measuring.kind import MEASURED_KINDS, default_kinds
 
 COLLECTIONS = ("sketch", "exact")
 TARGETS = ("bottleneck", "gradient")
@@ -39,7 +39,7 @@ class CollectConfig:
                    along inputs that hardly vary from becoming large, which does better on other data
     held_out       the share of sequences that judge what the others chose; 0 for none
     max_batches    stop reading after so many batches; None: read all
-    seed           of the sketch
+    seed           of the sketch and of preserving growth
     """
 
     collection: str = "sketch"
@@ -68,7 +68,7 @@ class CollectConfig:
         if self.target is not None:
             one_of("target", self.target, TARGETS)
         if self.kinds is not None:
-            object.__setattr__(self, "kinds", some_of("kinds", self.kinds, tuple(KINDS)))
+            object.__setattr__(self, "kinds", some_of("kinds", self.kinds, tuple(MEASURED_KINDS)))
         for name, least in (("columns", 1), ("value_columns", 1), ("oversampling", 0), ("products", 2), ("seed", 0)):
             whole(name, getattr(self, name), least)
         if self.max_batches is not None:
@@ -84,5 +84,5 @@ class CollectConfig:
 
     @property
     def measured_kinds(self) -> tuple[str, ...]:
-        """What this config measures: the first kind there is, if nothing is said."""
-        return tuple(KINDS)[:1] if self.kinds is None else self.kinds
+        """What this config measures."""
+        return default_kinds() if self.kinds is None else self.kinds

@@ -20,12 +20,16 @@ class MeasuredKind(ABC):
 
     name                 that of its amount in configs, plans, reports and files
     step_names           what it steps along: its own name first, then what is searched for with that fixed
+    by_default           whether it is measured where nothing is said
+    replaceable          whether it can be made anew where it stands (strategies other than "append")
     searches_scores      whether directions for more query/key columns of the present heads are wanted
     searches_new_scores  whether directions for the scores of a new uniform head are
     """
 
     name: ClassVar[str]
     step_names: ClassVar[tuple[str, ...]]
+    by_default: ClassVar[bool] = False
+    replaceable: ClassVar[bool] = False
     searches_scores: ClassVar[bool] = False
     searches_new_scores: ClassVar[bool] = False
 
@@ -50,4 +54,9 @@ class MeasuredKind(ABC):
         """Parameters of one more of it in a layer that has these sizes afterwards."""
 
 
-KINDS: dict[str, MeasuredKind] = {}
+MEASURED_KINDS: dict[str, MeasuredKind] = {}
+
+
+def default_kinds() -> tuple[str, ...]:
+    """What is measured where nothing is said."""
+    return tuple(name for name, kind in MEASURED_KINDS.items() if kind.by_default)

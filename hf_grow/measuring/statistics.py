@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_grow.errors import HfGrowError
 from hf_grow.fields import former_attributes, from_dict, to_dict
 from hf_grow.measuring.config import CollectConfig
-from hf_grow.measuring.kind import KINDS, MeasuredKind
+from hf_grow.measuring.kind import MEASURED_KINDS, MeasuredKind
 from hf_grow.measuring.tensor_file import read_tensors, write_tensors
 from hf_grow.surgery.place import Place, read_place
 
@@ -192,7 +192,7 @@ class Statistics:
     @property
     def kinds(self) -> list[MeasuredKind]:
         """The kinds whose step was found."""
-        return [kind for kind in KINDS.values() if kind.name in self.calibrations]
+        return [kind for kind in MEASURED_KINDS.values() if kind.name in self.calibrations]
 
     def summary(self) -> dict[str, Any]:
         """Where growth would help, as plain values for JSON; decreases are what the steps found would realise."""

@@ -181,6 +181,7 @@ def layer_entry(name: str, layer: int, attention_type: str, dims: AttentionDims)
     return {
         "name": name,
         "layer": layer,
+        # Its name in files since 0.1.
         "kind": attention_type,
         "n_heads": dims.num_attention_heads,
         "n_kv_heads": dims.num_key_value_heads,

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -32,8 +31,8 @@ from hf_grow.modeling.growable_model import (
     hub_arguments,
     size_record,
 )
-from hf_grow.surgery.base import base_hash, base_parameters, has_grown, without_adapters
-from hf_grow.surgery.blocks import Blocks, leading, read_blocks
+from hf_grow.surgery.base import Model, base_hash, base_parameters, has_grown, without_adapters
+from hf_grow.surgery.blocks import ROLES, Blocks, leading, read_blocks
 from hf_grow.surgery.patch import make_growable, require_growable
 from hf_grow.surgery.structure import Change, commit, find_site
 
@@ -43,7 +42,6 @@ GROWTH_FOLDER, LORA_FOLDER = "growth", "lora"
 FORMAT = 1
 # A whole checkpoint's growth.json has no kind.
 KIND = "hf-grow growth file"
-ROLES = ("query", "key", "value", "output")
 # What growth.json holds beside the model's history.
 OWN_FIELDS = ("kind", "model_type", "base_dtype", "base_sizes", "sizes", "weights_hash", "versions")
 
@@ -54,7 +52,7 @@ LayerKey = tuple[str, int]
 @torch.inference_mode(False)
 @torch.no_grad()
 def save_growth(
-    model: PreTrainedModel | PeftModel,
+    model: Model,
     path: str | os.PathLike,
     *,
     overwrite: bool = False,
@@ -84,7 +82,7 @@ def save_growth(
 @torch.inference_mode(False)
 @torch.no_grad()
 def load_growth(
-    model: PreTrainedModel | PeftModel,
+    model: Model,
     path_or_hub_id: str | os.PathLike,
     *,
     revision: str | None = None,
@@ -109,7 +107,7 @@ def load_growth(
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def remove_growth(model: PreTrainedModel | PeftModel, *, optimizer: torch.optim.Optimizer | None = None) -> Any:
+def remove_growth(model: Model, *, optimizer: torch.optim.Optimizer | None = None) -> Any:
     """Take all growth off a model, in place, which leaves the base bit for bit; returns the same model."""
     target = _growable(model)
     check_base(target)

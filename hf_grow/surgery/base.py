@@ -1,9 +1,10 @@
 """The base model inside a grown one: growth stands behind its columns and heads, so the two can be told apart."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -11,6 +12,8 @@ from hf_grow.files import digest
 from hf_grow.modeling.growable_attention import AttentionSite, attention_sites, in_rows
 from hf_grow.surgery.blocks import leading, read_blocks, write_blocks
 
+# Stock or growable, also where PEFT has wrapped it.
+Model: TypeAlias = PreTrainedModel | PeftModel
 # Where PEFT's wrappers keep the module they adapt, and the one they train a copy of.
 WRAPPED = ("base_layer", "original_module")
 
@@ -42,7 +45,7 @@ def _all_true(parameter: Tensor) -> Tensor:
     return torch.ones(parameter.shape, dtype=torch.bool, device=parameter.device)
 
 
-def without_adapters(model: PreTrainedModel) -> Any:
+def without_adapters(model: Model) -> Any:
     """The model that PEFT has wrapped, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 

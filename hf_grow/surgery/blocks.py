@@ -11,6 +11,7 @@ import torch
 
 from hf_grow.modeling.growable_attention import AttentionDims, AttentionSite, in_rows
 
+ROLES = ("query", "key", "value", "output")
 Blocks = dict[str, torch.Tensor]
 
 

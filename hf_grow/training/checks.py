@@ -17,7 +17,7 @@ from hf_grow.modeling.growable_attention import attention_sites
 from hf_grow.modeling.growable_model import GrowableModel
 from hf_grow.running.batches import Batch
 from hf_grow.running.passes import Passes
-from hf_grow.surgery.base import has_adapters, has_grown
+from hf_grow.surgery.base import Model, has_adapters, has_grown
 from hf_grow.training.config import TrainConfig
 from hf_grow.training.schedule import GrowthSchedule, check_first_event, check_steps
 
@@ -41,7 +41,7 @@ def check_accelerator(accelerator: Accelerator, config: TrainConfig) -> None:
         )
 
 
-def check_model(model: PreTrainedModel, config: TrainConfig, shard: Any) -> None:
+def check_model(model: Model, config: TrainConfig, shard: Any) -> None:
     """Refuse a model that cannot be trained like this."""
     if isinstance(model, PeftModel) and not isinstance(model.get_base_model(), GrowableModel):
         raise HfGrowError("Make the model growable before PEFT wraps it.")
@@ -62,17 +62,22 @@ def check_model(model: PreTrainedModel, config: TrainConfig, shard: Any) -> None
         raise HfGrowError("A model with adapters cannot be sharded here: train it without shard, or merge them.")
 
 
+def check_growth_and_schedule(growth: GrowthConfig | None, schedule: GrowthSchedule | None) -> None:
+    """Refuse one without the other."""
+    if (growth is None) != (schedule is None):
+        raise HfGrowError("Growth while training needs growth=GrowthConfig(…) and schedule=GrowthSchedule(…).")
+
+
 def check_schedule(
-    model: PreTrainedModel,
+    model: Model,
     config: TrainConfig,
     growth: GrowthConfig | None,
     schedule: GrowthSchedule | None,
     evaluates: bool,
 ) -> None:
     """Refuse growth that cannot work or would never come, before anything is trained."""
+    check_growth_and_schedule(growth, schedule)
     if growth is None or schedule is None:
-        if growth is not schedule:
-            raise HfGrowError("Growth while training needs growth=GrowthConfig(…) and schedule=GrowthSchedule(…).")
         if config.train == "new" and not has_grown(model):
             raise HfGrowError("train='new' needs something new: grow the model first, or at step 0.")
         return

@@ -34,7 +34,7 @@ class TrainConfig:
     lr_schedule             how the rate decays after the warm-up: "linear", "cosine", "constant_with_warmup",
                             "constant"
     warmup                  so many steps, or below one such a share of all steps
-    clip                    largest norm of the gradient; None (on the command line 0) for any
+    clip                    largest norm of the gradient; 0 on the command line, in Python None, for any
     precision               "no"; "bf16" and "fp16": autocast
     gradient_checkpointing  less memory, more time
     train                   "all" weights, or only "new" columns and heads (and adapters) with the base untouched

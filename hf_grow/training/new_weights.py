@@ -8,7 +8,6 @@ multiple of the way.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.hooks import RemovableHandle
 
 from hf_grow.errors import HfGrowError
-from hf_grow.fields import one_of
+from hf_grow.fields import is_number, one_of
 from hf_grow.modeling.growable_attention import AttentionDims, attention_sites
 from hf_grow.surgery.base import base_parameters, new_entries
 from hf_grow.surgery.optimizer_state import plain_optimizer
@@ -54,7 +53,7 @@ class NewWeights:
     def __init__(self, model: nn.Module, *, train: str = "new", learning_rate_multiplier: float = 1.0) -> None:
         one_of("train", train, TRAIN)
         multiplier = learning_rate_multiplier
-        if isinstance(multiplier, bool) or not isinstance(multiplier, (int, float)) or not 0 < multiplier < inf:
+        if not is_number(multiplier) or multiplier <= 0:
             raise HfGrowError(f"learning_rate_multiplier must be a positive number, not {multiplier!r}.")
         self.model, self.train, self.multiplier = model, train, float(multiplier)
         self._step_hooks: list[RemovableHandle] = []

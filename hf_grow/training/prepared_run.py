@@ -47,7 +47,7 @@ class PreparedRun:
     schedule: GrowthSchedule | None
     collect: CollectConfig | None
     folder: Path | None
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase | None
     make_optimizer: MakeOptimizer
     shard: Shard | None
     accelerator: Accelerator

@@ -170,7 +170,7 @@ class Run:
     def clip(self) -> None:
         """Shorten the gradient of what learns to the longest that is allowed."""
         accelerator = self.prepared.accelerator
-        # No hook of autograd sees the gradients of sharded parameters.
+        # Hooks of autograd have done so, but where parameters are sharded they do not see the gradients.
         self.new_weights.mask_gradients()
         learning = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         norm = accelerator.clip_grad_norm_(learning, self.prepared.config.clip or inf)

@@ -3,14 +3,14 @@
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import isfinite
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from hf_grow.errors import HfGrowError, NothingToGain
-from hf_grow.fields import require, to_dict, whole
+from hf_grow.fields import is_number, require, to_dict, whole
 from hf_grow.growth.amounts import check_amounts, fitting_amounts, grown_dims, parameters_added, with_alignment
 from hf_grow.growth.config import GrowthConfig
 from hf_grow.growth.kinds import KINDS, Amounts
@@ -19,19 +19,20 @@ from hf_grow.growth.report import GrowthReport
 from hf_grow.measuring.config import CollectConfig
 from hf_grow.running.batches import Batch
 from hf_grow.running.passes import Processes
+from hf_grow.surgery.optimizer_state import plain_optimizer
 from hf_grow.surgery.patch import growable_sites
 from hf_grow.surgery.place import Place, place_of
 
 logger = logging.getLogger("hf_grow")
 
-LIMITS = tuple(kind.limit for kind in KINDS.values())
+LIMITS = {kind.limit: kind for kind in KINDS.values() if kind.limit is not None}
 
 
 @dataclass(frozen=True)
 class GrowthSchedule:
     """When to grow, and how large the model may get. Steps are those of the optimizer.
 
-    at                 grow after these steps; 0 is before the first
+    at                 grow after these steps; 0 is before the first (and what the command does if nothing is said)
     every              grow after every so many steps
     plateau            grow after so many evaluations in a row whose loss was not the lowest by `min_improvement`
     min_improvement    by how much a loss must be the lowest to count
@@ -66,7 +67,7 @@ class GrowthSchedule:
         if not self.at and self.every is None and self.plateau is None:
             raise HfGrowError("Say when to grow: at=(steps, …), every=steps or plateau=evaluations.")
         least = self.min_improvement
-        if isinstance(least, bool) or not isinstance(least, (int, float)) or not 0 <= least < inf:
+        if not is_number(least) or least < 0:
             raise HfGrowError(f"min_improvement must be a number that is not negative, not {least!r}.")
         if least and self.plateau is None:
             raise HfGrowError("min_improvement says what a plateau is: give plateau=evaluations too.")
@@ -158,6 +159,8 @@ def grow_on_schedule(
     accelerator: Processes | None = None,
 ) -> GrowthReport | None:
     """One event that is due: grow and note it in the state; None, with a warning, where there is no room or no gain."""
+    if optimizer is not None:
+        plain_optimizer(optimizer)
     state.last_step, state.waited = step, 0
     try:
         # Fixed amounts are known to be too much before anything is measured; what a budget buys, only a plan says.
@@ -195,11 +198,10 @@ def _check_limits(model: PreTrainedModel, growth: GrowthConfig, schedule: Growth
 def _check_excess(model: PreTrainedModel, grown: Sequence[tuple[Place, Amounts]], schedule: GrowthSchedule) -> None:
     """Refuse amounts that would pass a limit."""
     for place, amounts in grown:
-        for kind in KINDS.values():
-            most, size = getattr(schedule, kind.limit), kind.size(grown_dims(place, amounts))
+        for limit, kind in LIMITS.items():
+            most, size = getattr(schedule, limit), kind.size(grown_dims(place, amounts))
             if most is not None and size > max(most, kind.size(place.dims)):
-                wide = f"Layer {place.label} would have {size} {kind.units}"
-                raise NoRoom(f"{wide}, more than {kind.limit}={most}.")
+                raise NoRoom(f"Layer {place.label} would have {size} {kind.units}, more than {limit}={most}.")
     added = sum(parameters_added(place, amounts) for place, amounts in grown)
     if added > 0:
         _check_parameters(model.num_parameters() + added, schedule)

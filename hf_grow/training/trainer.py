@@ -9,15 +9,15 @@ from typing import Any
 
 from accelerate import Accelerator
 from peft import PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, default_data_collator
+from transformers import PreTrainedTokenizerBase, default_data_collator
 
 from hf_grow.errors import HfGrowError
-from hf_grow.fields import require
+from hf_grow.fields import former_attributes, require
 from hf_grow.growth.config import GrowthConfig
 from hf_grow.measuring.config import CollectConfig
 from hf_grow.modeling.growable_model import GrowableModel
 from hf_grow.running.batches import Batch
-from hf_grow.surgery.base import without_adapters
+from hf_grow.surgery.base import Model, without_adapters
 from hf_grow.surgery.patch import make_growable
 from hf_grow.training.checks import check_accelerator
 from hf_grow.training.config import TrainConfig
@@ -28,6 +28,9 @@ from hf_grow.training.run_state import RunState, checkpoints, clear_remains
 from hf_grow.training.schedule import GrowthSchedule, GrowthState
 from hf_grow.training.setup import left_as_found, make_accelerator, make_optimizer
 from hf_grow.training.wrapping import Shard
+
+# What a trainer was given, and kept as its own until 0.2.
+FORMER_PARTS = ("growth", "schedule", "collect", "folder", "tokenizer", "shard", "progress", "eval_batches")
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,12 @@ class TrainResult:
     seconds: float
 
 
+@former_attributes(
+    main="accelerator.is_main_process",
+    optimizer="_stage.optimizer",
+    scheduler="_stage.lr_scheduler",
+    **{name: f"_prepared.{name}" for name in FORMER_PARTS},
+)
 class GrowthTrainer:
     """Trains a model and lets it grow on the way.
 
@@ -55,7 +64,7 @@ class GrowthTrainer:
 
     def __init__(
         self,
-        model: PreTrainedModel | PeftModel,
+        model: Model,
         rows: Any,
         eval_rows: Any = None,
         *,

@@ -343,3 +343,19 @@ def test_the_bert_script_fills_in_words_on_two_processes(data, bert_tokenizer, t
     launch(2, "../scripts/grow_then_finetune_bert.py", *options, "--out", tmp_path / "out")
     model = load_grown(tmp_path / "out")
     assert {layer["query_key_dim"] for layer in model.growth_summary()["layers"]} == {12}
+
+
+@pytest.mark.parametrize(
+    ("given", "amount"),
+    [
+        ([], ["--budget", "1%"]),
+        (["--columns", "4"], ["--columns", "4"]),
+        (["--columns", "4", "--budget", "5%"], ["--budget", "5%", "--columns", "4"]),
+    ],
+)
+def test_scripts_hand_on_the_amounts_that_they_are_given(given, amount, monkeypatch):
+    words = []
+    monkeypatch.setattr(script, "main", words.extend)
+    script.finetune_script("", ["--method", "grow+lora", *given], [], model="small")
+    at = words.index("--growth-only")
+    assert words[at - len(amount) : at] == amount and words.count("--budget") == amount.count("--budget")

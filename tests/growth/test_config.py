@@ -31,3 +31,15 @@ def test_bad_growth_configs_are_refused(values, message):
 def test_configs_survive_json():
     for config in (GrowthConfig(columns={0: 2, "a.b": 3}), CollectConfig(kinds=KINDS, target="gradient")):
         assert from_dict(type(config), to_dict(config)) == config
+
+
+def test_a_search_of_full_rank_needs_columns():
+    with pytest.raises(HfGrowError, match="full_rank"):
+        GrowthConfig(value_columns=2, line_search="full_rank")
+    GrowthConfig(budget="1%", line_search="full_rank")
+    GrowthConfig(columns={0: 1}, value_columns=2, line_search="full_rank")
+
+
+def test_an_old_name_beside_the_new_one_is_refused():
+    with pytest.raises(TypeError, match="give step_scope alone"):
+        GrowthConfig(columns=1, steps="shared", step_scope="per_layer")

@@ -432,3 +432,15 @@ def test_old_parameters_are_not_held_after_growth():
         make_trainer(model, at=(1,), steps=3).train()
     assert held[0] == len(old) and held[1] == held[2] < len(old)
     assert held[2] == sum(parameter() is not None for parameter in old)
+
+
+def test_what_a_trainer_had_as_attributes_can_still_be_read(tmp_path):
+    trainer = make_trainer(causal_model("gpt2"), folder=tmp_path, steps=2)
+    trainer.train()
+    with pytest.warns(DeprecationWarning, match="optimizer goes with 0.3"):
+        assert isinstance(trainer.optimizer, torch.optim.AdamW)
+    with pytest.warns(DeprecationWarning):
+        assert trainer.scheduler.last_epoch == 2
+    for name, value in {"main": True, "folder": tmp_path, "growth": None, "eval_batches": None}.items():
+        with pytest.warns(DeprecationWarning, match=name):
+            assert getattr(trainer, name) == value

@@ -3,17 +3,15 @@
 from collections.abc import Iterator
 
 from hf_grow.growth.config import GrowthConfig
-from hf_grow.growth.kinds.head import Heads, NewHeads
+from hf_grow.growth.kinds.head import HEADS, NewHeads
 from hf_grow.growth.kinds.kind import Amounts, Kind, Piece, StepSizes
-from hf_grow.growth.kinds.query_key import NewColumns, QueryKeyColumns
-from hf_grow.growth.kinds.replace import RemadeColumns, ReplacedColumns
-from hf_grow.growth.kinds.value import NewValueColumns, ValueColumns
+from hf_grow.growth.kinds.query_key import QUERY_KEY_COLUMNS, NewColumns
+from hf_grow.growth.kinds.replace import REPLACED_COLUMNS, RemadeColumns
+from hf_grow.growth.kinds.value import VALUE_COLUMNS, NewValueColumns
 from hf_grow.measuring.config import CollectConfig
-from hf_grow.measuring.kind import KINDS as MEASURED_KINDS
+from hf_grow.measuring.kind import MEASURED_KINDS
 from hf_grow.measuring.statistics import AttentionStatistics
 
-QUERY_KEY_COLUMNS, VALUE_COLUMNS, HEADS = QueryKeyColumns(), ValueColumns(), Heads()
-REPLACED_COLUMNS = ReplacedColumns()
 KINDS: dict[str, Kind] = {kind.name: kind for kind in (QUERY_KEY_COLUMNS, VALUE_COLUMNS, HEADS)}
 # Kinds of columns, which adapters are made of.
 COLUMN_KINDS: dict[str, Kind] = {name: kind for name, kind in KINDS.items() if kind.widened}

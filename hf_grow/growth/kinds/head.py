@@ -11,8 +11,8 @@ from hf_grow import linalg
 from hf_grow.errors import HfGrowError
 from hf_grow.growth.config import GrowthConfig
 from hf_grow.growth.kinds.kind import Amounts, Kind, Piece, StepSizes
-from hf_grow.growth.kinds.query_key import QueryKeyColumns, score_column_cost
-from hf_grow.growth.kinds.value import UNIFORM, ValueColumns, scaled_circuit, value_column_cost
+from hf_grow.growth.kinds.query_key import QUERY_KEY_COLUMNS, score_column_cost
+from hf_grow.growth.kinds.value import UNIFORM, VALUE_COLUMNS, scaled_circuit, value_column_cost
 from hf_grow.growth.kinds.weights import alive, fitted, shifted, usual_score_step, usual_value_step
 from hf_grow.linalg import Directions
 from hf_grow.measuring.config import CollectConfig
@@ -87,8 +87,8 @@ class Heads(Kind):
         """The new heads whose patterns promise most, beside columns that the layer gets."""
         if amounts[self.name] == 0 or layer.values is None:
             return None
-        skipped = amounts[ValueColumns.name]
-        width = layer.place.query_key_dim + amounts[QueryKeyColumns.name]
+        skipped = amounts[VALUE_COLUMNS.name]
+        width = layer.place.query_key_dim + amounts[QUERY_KEY_COLUMNS.name]
         patterns = best_patterns(layer, skipped)[: amounts[self.name]]
         return NewHeads(tuple(_head(layer, copy, skipped, width) for copy in patterns), skipped)
 
@@ -154,14 +154,22 @@ class HeadGrowth:
         return linalg.new_columns(Directions(self.query, self.key), step, place.scaling)
 
 
+HEADS = Heads()
+
+
 @dataclass(frozen=True)
 class NewHeads(Piece):
     """New heads; `skipped` are the value columns of each pattern that the present heads get."""
 
-    kind = Heads()
+    kind = HEADS
     form = "heads"
     heads: tuple[HeadGrowth, ...]
     skipped: int = 0
+
+    @classmethod
+    def read(cls, content: dict[str, Any]) -> "NewHeads":
+        """As files have it."""
+        return cls(tuple(HeadGrowth(**head) for head in content["heads"]), content["skipped"])
 
     @property
     def count(self) -> int:

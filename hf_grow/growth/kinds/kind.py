@@ -28,13 +28,13 @@ class Kind(MeasuredKind):
     label     one of it, in a sentence; `units` are several
     per_head  whether amounts are those of each head
     size_name what summaries call the size that it makes larger
-    limit     the field of a growth schedule that limits that
+    limit     the field of a growth schedule that limits that, if there is one
     widened   the roles whose weights become wider, for columns
     """
 
     label: ClassVar[str]
     size_name: ClassVar[str]
-    limit: ClassVar[str]
+    limit: ClassVar[str | None] = None
     per_head: ClassVar[bool] = True
     widened: ClassVar[tuple[str, ...]] = ()
 
@@ -114,6 +114,11 @@ class Piece:
 
     kind: ClassVar[Kind]
     form: ClassVar[str]
+
+    @classmethod
+    def read(cls, content: dict[str, Any]) -> "Piece":
+        """As files have it: its fields, with tensors in their places."""
+        return cls(**content)
 
     @property
     @abstractmethod

@@ -24,7 +24,7 @@ class QueryKeyColumns(ColumnKind):
 
     name = "columns"
     step_names = ("columns",)
-    searches_scores = True
+    by_default = replaceable = searches_scores = True
     label = "query/key column"
     size_name = "query_key_dim"
     limit = "max_query_key_dim"
@@ -79,6 +79,9 @@ class QueryKeyColumns(ColumnKind):
         )
 
 
+QUERY_KEY_COLUMNS = QueryKeyColumns()
+
+
 @dataclass(frozen=True)
 class NewColumns(Piece):
     """New columns for a step of one: scores change by −step · query keyᵀ.
@@ -87,7 +90,7 @@ class NewColumns(Piece):
                               full rank
     """
 
-    kind = QueryKeyColumns()
+    kind = QUERY_KEY_COLUMNS
     form = "columns"
     query: Tensor
     key: Tensor

@@ -47,6 +47,9 @@ def _score_gradient(layer: AttentionStatistics, change: Directions, collected: C
     return grams[0] @ change.query @ linalg.repeat_groups(change.key, change.query.shape[0]).mT @ grams[1]
 
 
+REPLACED_COLUMNS = ReplacedColumns()
+
+
 @dataclass(frozen=True)
 class RemadeColumns(Piece):
     """All query/key columns of a layer anew.
@@ -58,7 +61,7 @@ class RemadeColumns(Piece):
     gradient                  T, which "step" follows
     """
 
-    kind = ReplacedColumns()
+    kind = REPLACED_COLUMNS
     form = "replaced"
     strategy: str
     columns: int

@@ -61,6 +61,7 @@ class ValueColumns(ColumnKind):
         return NewValueColumns(layer.values.first[..., :count], layer.values.second[:, :count])
 
 
+VALUE_COLUMNS = ValueColumns()
 # What a new head attends to that copies no other.
 UNIFORM = "uniform"
 
@@ -69,7 +70,7 @@ UNIFORM = "uniform"
 class NewValueColumns(Piece):
     """New value columns for a step of one: outputs change by −step · value output."""
 
-    kind = ValueColumns()
+    kind = VALUE_COLUMNS
     form = "value_columns"
     value: Tensor
     output: Tensor

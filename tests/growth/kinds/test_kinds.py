@@ -11,7 +11,7 @@ from hf_grow import CollectConfig, GrowthConfig, HfGrowError, collect_statistics
 from hf_grow.growth.amounts import check_amounts, grown_dims, parameters_added
 from hf_grow.growth.kinds import COLUMN_KINDS, HEADS, KINDS, PIECES, QUERY_KEY_COLUMNS, VALUE_COLUMNS, pieces_of
 from hf_grow.growth.layer_growth import STEP_NAMES, LayerGrowth
-from hf_grow.measuring.kind import KINDS as MEASURED_KINDS
+from hf_grow.measuring.kind import MEASURED_KINDS
 from hf_grow.surgery.blocks import read_blocks
 from hf_grow.surgery.patch import growable_sites
 from hf_grow.surgery.place import place_of
