@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForSequ
 
 import hf_grow
 from hf_grow import load_adapted, load_grown
+from hf_grow.cli import script
 from hf_grow.training.run import Run
 
 SMALL = ("--length", LENGTH, "--batch-size", 4, "--growth-sequences", 8, "--steps", 4, "--lr", "1e-3")
