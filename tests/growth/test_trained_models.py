@@ -57,7 +57,7 @@ def growable():
     return hf_grow.make_growable(hf_grow.small_model())
 
 
-AMOUNTS = [{"columns": 4}, {"value_columns": 4}, {"heads": 1}, {"budget": "3%"}]
+AMOUNTS = [{"columns": 4}, {"value_columns": 4}, {"heads": 1}, pytest.param({"budget": "3%"}, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("text", ["held_out_topics", "source_code"])
