@@ -19,15 +19,26 @@ from hf_grow.measuring.config import CollectConfig
 from hf_grow.measuring.statistics import Statistics
 from hf_grow.saving.checkpoint import inspect_checkpoint, load_grown, push_grown, save_grown
 from hf_grow.saving.growth_file import load_growth, remove_growth, save_growth
+from hf_grow.surgery.base import freeze_base, growth_parameters
+from hf_grow.surgery.forms import attach_growth, merge_growth
 from hf_grow.surgery.patch import make_growable
 from hf_grow.surgery.structure import add_heads, drop_query_key, widen_query_key, widen_value
 from hf_grow.training.callback import GrowthCallback
 from hf_grow.training.config import TrainConfig
-from hf_grow.training.new_weights import NewWeights
 from hf_grow.training.schedule import GrowthSchedule
 from hf_grow.training.trainer import GrowthTrainer, TrainResult
 
 __version__ = version("hf-grow")
+
+
+def __getattr__(name: str) -> None:
+    if name == "NewWeights":
+        raise AttributeError(
+            "hf_grow.NewWeights is gone: growth has parameters of its own now. hf_grow.freeze_base(model) lets them "
+            "alone learn, growth_parameters(model) lists them, and any optimizer and trainer will do."
+        )
+    raise AttributeError(f"module 'hf_grow' has no attribute {name!r}")
+
 
 __all__ = [
     "SMALL_MODEL",
@@ -43,23 +54,26 @@ __all__ = [
     "GrowthSchedule",
     "GrowthTrainer",
     "HfGrowError",
-    "NewWeights",
     "Statistics",
     "TrainConfig",
     "TrainResult",
     "adapt",
     "adapt_or_resume",
     "add_heads",
+    "attach_growth",
     "collect_statistics",
     "drop_query_key",
     "finetune",
+    "freeze_base",
     "grow",
+    "growth_parameters",
     "insert_growth",
     "inspect_checkpoint",
     "load_adapted",
     "load_grown",
     "load_growth",
     "make_growable",
+    "merge_growth",
     "plan_growth",
     "push_grown",
     "remove_growth",

@@ -64,9 +64,10 @@ def from_dict(cls: type[Config], values: Mapping[str, Any]) -> Config:
 
 def completed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """What `to_dict` wrote for a config, perhaps when it had fewer fields or other names for them, as it would now."""
-    new_names = getattr(cls, "former_names", {})
+    new_names, gone = getattr(cls, "former_names", {}), getattr(cls, "gone_names", {})
     defaults = {field.name: _plain(field.default) for field in fields(cls) if field.default is not MISSING}
-    return defaults | {new_names.get(name, name): value for name, value in values.items()}
+    kept = {name: value for name, value in values.items() if name not in gone or value != gone[name]}
+    return defaults | {new_names.get(name, name): value for name, value in kept.items()}
 
 
 def _plain(value: Any) -> Any:
@@ -101,6 +102,29 @@ def formerly(**new_names: str) -> Callable[[Function], Function]:
             return function(*args, **kwargs)
 
         return cast(Function, call)
+
+    return decorate
+
+
+def gone(advice: str, **defaults: Any) -> Callable[[Function], Function]:
+    """A function or class that had more parameters: what they did by default may still be said, with a warning."""
+
+    def decorate(function: Any) -> Any:
+        if isinstance(function, type):
+            function.__init__ = gone(advice, **defaults)(function.__init__)  # type: ignore[misc]
+            function.gone_names = defaults  # type: ignore[attr-defined]
+            return function
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for name, default in defaults.items():
+                if name in kwargs:
+                    if kwargs.pop(name) != default:
+                        raise HfGrowError(f"{name} is gone: {advice}")
+                    warnings.warn(f"{name} is gone, and will be an error with 0.3: {advice}", DeprecationWarning, 3)
+            return function(*args, **kwargs)
+
+        return call
 
     return decorate
 

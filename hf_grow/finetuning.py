@@ -19,6 +19,7 @@ from hf_grow.growth.config import GrowthConfig
 from hf_grow.modeling.growable_model import GrowableModel
 from hf_grow.running.passes import Passes
 from hf_grow.saving.checkpoint import check_out_folder, save_grown
+from hf_grow.surgery.base import growth_parameters
 from hf_grow.surgery.patch import make_growable
 from hf_grow.training.checks import check_batches, check_growth_and_schedule, labelled
 from hf_grow.training.config import TrainConfig
@@ -255,9 +256,9 @@ class Finetuning:
         if self.recipe is not None:
             # The model grew once, before the trainer got it.
             events = trainer.inner.growth_history["events"][-1:] if self.recipe.grows else []
-        learning = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
-        if self.recipe is not None or self.training.train == "new":
-            learning = trainable_parameters(trainer.model)
+        learning = trainable_parameters(trainer.model)
+        if self.recipe is None and self.training.train == "new":
+            learning = sum(parameter.numel() for parameter in growth_parameters(trainer.model))
         kept = ("training_step", "parameters_added", "loss_before", "loss_after", "form")
         return FinetuneResult(
             model=trainer.model,

@@ -36,9 +36,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import hf_grow
-from hf_grow import CollectConfig, GrowthConfig, NewWeights
+from hf_grow import CollectConfig, GrowthConfig
 from hf_grow.modeling.growable_attention import attention_sites
-from hf_grow.surgery.base import has_grown
 from hf_grow.surgery.blocks import read_blocks
 
 GROWING = ("argparse", "dataclasses", "inspect", "shutil", "tarfile", "tempfile", "threading", "zipfile")
@@ -162,17 +161,22 @@ def growing_batches(task: Task, seed: int, sequences: int) -> list[Text]:
 
 
 def grown(task: Task, seed: int, sequences: int, step_size: float | None, **amounts: int) -> Any:
-    """The model with new columns from the whitened SVD; `amounts` are those of a GrowthConfig."""
+    """The frozen model with new columns from the whitened SVD beside it; `amounts` are those of a GrowthConfig."""
     model = copy.deepcopy(task.model)
-    config = GrowthConfig(step_size=step_size, **amounts)
+    config = GrowthConfig(step_size=step_size, attach=True, **amounts)
     hf_grow.grow(model, growing_batches(task, seed, sequences), config, collect=CollectConfig(seed=seed))
-    return model
+    return hf_grow.freeze_base(model)
+
+
+def beside(model: Any) -> Any:
+    """A model whose columns alone learn, taken out of its projections."""
+    return hf_grow.freeze_base(hf_grow.attach_growth(model))
 
 
 def with_columns(task: Task, seed: int, sequences: int, step_size: float | None, **amounts: int) -> Adapted:
     """New columns alone."""
     model = grown(task, seed, sequences, step_size, **amounts)
-    return Adapted(model, NewWeights(model).count)
+    return Adapted(model, hf_grow.trainable_parameters(model))
 
 
 def with_random_columns(task: Task, seed: int, sequences: int) -> Adapted:
@@ -182,9 +186,9 @@ def with_random_columns(task: Task, seed: int, sequences: int) -> Adapted:
     generator = torch.Generator().manual_seed(seed)
     for site in attention_sites(like):
         width = site.attention.base_dims.qk_head_dim
-        found = {role: by_chance(read_blocks(site)[role][:, :, width:], generator) for role in ("query", "key")}
-        hf_grow.widen_query_key(model, site.layer, task.columns, **found)
-    return Adapted(model, NewWeights(model).count)
+        columns = {role: by_chance(read_blocks(site)[role][:, :, width:], generator) for role in ("query", "key")}
+        hf_grow.widen_query_key(model, site.layer, task.columns, **columns)
+    return Adapted(beside(model), hf_grow.trainable_parameters(model))
 
 
 def with_random_values(task: Task, seed: int, sequences: int) -> Adapted:
@@ -196,7 +200,7 @@ def with_random_values(task: Task, seed: int, sequences: int) -> Adapted:
         width, blocks = site.attention.base_dims.v_head_dim, read_blocks(site)
         value, output = by_chance(blocks["value"][:, :, width:], generator), blocks["output"][:, width:]
         hf_grow.widen_value(model, site.layer, task.columns, value=value, output=torch.zeros_like(output))
-    return Adapted(model, NewWeights(model).count)
+    return Adapted(beside(model), hf_grow.trainable_parameters(model))
 
 
 def by_chance(like: Tensor, generator: torch.Generator) -> Tensor:
@@ -218,9 +222,10 @@ def with_both(
 ) -> Adapted:
     """Columns, and LoRA beside them for the rest of the budget."""
     model = grown(task, seed, sequences, step_size, **amounts)
-    new = NewWeights(model).count
+    new = hf_grow.trainable_parameters(model)
     both = add_lora(model, task, seed, sequences, budget - new, roles)
-    return Adapted(both.model, both.trainable + new, both.values)
+    # PEFT has frozen all but LoRA.
+    return Adapted(hf_grow.freeze_base(both.model), both.trainable + new, both.values)
 
 
 def add_lora(
@@ -257,7 +262,7 @@ def backward_all(model: Any, batches: list[Text]) -> None:
 
 def lora_cost(site: Any, names: list[str], roles: Roles) -> int:
     """Numbers per rank in one layer: the inputs of each adapted projection, and the outputs that are adapted."""
-    dims, hidden = site.attention.dims, site.attention.config.hidden_size
+    dims, hidden = site.attention.own_dims, site.attention.config.hidden_size
     outputs = sum(dims.heads(role) * dims.size(role) for role in roles if role != "output")
     inputs = hidden * sum(path != site.layout.output for path in names)
     if "output" in roles:
@@ -270,7 +275,7 @@ def fused_lora(model: Any) -> Iterator[tuple[Any, int]]:
     for site in attention_sites(model):
         layer = getattr(site.attention, "c_attn", None)
         if hasattr(layer, "lora_B"):
-            dims = site.attention.dims
+            dims = site.attention.own_dims
             yield layer, sum(dims.heads(role) * dims.size(role) for role in ("query", "key"))
 
 
@@ -309,18 +314,15 @@ def loss_on(model: Any, text: Text) -> float:
 def run(adapted: Adapted, task: Task, seed: int, rate: float, steps: list[int], size: int) -> dict[int, Any]:
     """Train; by number of steps the losses on the text that chooses and on the reported one."""
     model = adapted.model
-    new = NewWeights(model) if has_grown(model) else None
     if not adapted.values:
         keep_off_values(model)
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learning, lr=rate, weight_decay=0.0)
-    if new is not None:
-        new.attach(optimizer)
     generator = torch.Generator().manual_seed(seed)
-    found = {}
+    losses = {}
     for step in range(max(steps) + 1):
         if step in steps:
-            found[step] = [loss_on(model, task.choosing), loss_on(model, task.reported)]
+            losses[step] = [loss_on(model, task.choosing), loss_on(model, task.reported)]
         places = torch.randint(len(task.training["labels"]), (size,), generator=generator)
         model(**rows(task.training, places)).loss.backward()
         torch.nn.utils.clip_grad_norm_(learning, 1.0)
@@ -328,7 +330,7 @@ def run(adapted: Adapted, task: Task, seed: int, rate: float, steps: list[int], 
         optimizer.zero_grad()
     if not adapted.values:
         check_values(model)
-    return found
+    return losses
 
 
 def methods(task: Task, seed: int, sequences: int) -> dict[str, tuple[Callable[[], Adapted], tuple[float, ...]]]:
@@ -359,7 +361,7 @@ def columns_cost(task: Task) -> int:
     model = hf_grow.make_growable(copy.deepcopy(task.model))
     for site in attention_sites(model):
         hf_grow.widen_query_key(model, site.layer, task.columns)
-    return NewWeights(model).count
+    return hf_grow.trainable_parameters(beside(model))
 
 
 def bench(task: Task, options: argparse.Namespace) -> dict[str, Any]:

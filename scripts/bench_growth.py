@@ -4,8 +4,9 @@ Part a, growth during training: from scratch, all weights, columns added at give
 against the same run without growth, against all columns from the start, and against random columns at the same steps.
 All see equal batches and start from the same weights, as far as they have them.
 
-Part b, the start of new columns: a trained small model gets columns whose start differs, then trains all weights or
-only the new ones, at the learning rate where its schedule ended.
+Part b, the start of new columns: a trained small model gets columns whose start differs, then trains all weights, with
+the optimizer going on, or only the new ones, attached to the frozen model, with an optimizer of their own; both at the
+learning rate where its schedule ended.
 
 "random, both sides" has the norms of what growth with its line search would insert, "random queries, zero keys" those
 of the preserving form, each column of each head its own.
@@ -154,10 +155,10 @@ class Bench:
                 hf_grow.drop_query_key(model, site.layer, range(query_key, self.full))
             # New is what this model does not have, not what stock GPT-2 does not have.
             site.attention.base_dims = site.attention.dims
-        optimizer = torch.optim.AdamW(
-            model.parameters(), betas=(0.9, 0.98), weight_decay=options.weight_decay, fused=True
-        )
-        return model.train(), optimizer
+        return model.train(), self.optimizer(model.parameters())
+
+    def optimizer(self, learning: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(learning, betas=(0.9, 0.98), weight_decay=self.options.weight_decay, fused=True)
 
     def schedule(self) -> list[float]:
         """Linear warm-up, then linear decay."""
@@ -239,7 +240,8 @@ class Bench:
     def follow(self, model: Any, optimizer: torch.optim.Optimizer, mode: str) -> dict[str, float]:
         """Losses at insertion and at the checkpoints of part b."""
         if mode == "new":
-            hf_grow.NewWeights(model, train="new").attach(optimizer)
+            hf_grow.freeze_base(hf_grow.attach_growth(model))
+            optimizer = self.optimizer(hf_grow.growth_parameters(model))
         losses, batches, rate = {"0": self.loss(model)}, self.batches(LATER_BATCHES), self.schedule()[-1]
         done = 0
         for checkpoint in self.options.checkpoints:

@@ -11,7 +11,8 @@ carry       the state carried by `optimizer=`, against a new optimizer at the sa
 variance    entries that are new start with a state of zero; Adam's second moment could start with the mean of the old
             ones instead. That matters most late in a run, when nothing corrects for moments that start at zero: here
             the steady moments are those of an optimizer that has made `--age` steps
-multiplier  new entries move a multiple of the way, beside all others or alone (`NewWeights`)
+multiplier  new columns, attached, learn in a group of the optimizer at a multiple of the learning rate, beside all
+            other weights or alone
 
     python scripts/bench_optimizer_state.py      all tables, some minutes on one core
     python scripts/bench_optimizer_state.py --tables multiplier --seeds 1 --json rows.json
@@ -21,7 +22,7 @@ import argparse
 import copy
 import json
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -32,10 +33,10 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import hf_grow
-from hf_grow import CollectConfig, GrowthConfig, NewWeights
+from hf_grow import CollectConfig, GrowthConfig
 from hf_grow.cli.demo import OTHER_MODULES, TRAINING_MODULES, loss_on, source_blocks
-from hf_grow.modeling.growable_attention import attention_sites
-from hf_grow.surgery.base import new_entries
+from hf_grow.modeling.growable_attention import AttentionSite, attention_sites, in_rows
+from hf_grow.surgery.blocks import leading, own_blocks, write_blocks
 
 TABLES = ("carry", "variance", "multiplier")
 FORMS = {"stepped": None, "preserving": 0.0}
@@ -74,11 +75,11 @@ def learn(pair: Pair, batches: Iterable[Tensor]) -> list[float]:
     return losses
 
 
-def grown(pair: Pair, form: str, blocks: Tensor, options: argparse.Namespace, seed: int) -> Pair:
-    """A copy of model and optimizer with new columns in every head."""
+def grown(pair: Pair, form: str, blocks: Tensor, options: argparse.Namespace, seed: int, attach: bool) -> Pair:
+    """A copy of model and optimizer with new columns in every head, in the projections or beside them."""
     model, optimizer = copy.deepcopy(pair)
     batches = [{"input_ids": part, "labels": part} for part in blocks[: options.sequences].split(options.batch)]
-    config = GrowthConfig(columns=options.columns, step_size=FORMS[form])
+    config = GrowthConfig(columns=options.columns, step_size=FORMS[form], attach=attach)
     hf_grow.grow(model, batches, config, collect=CollectConfig(seed=seed), optimizer=optimizer)
     return model, optimizer
 
@@ -102,15 +103,33 @@ def aged(pair: Pair, age: int) -> Pair:
 def with_mean_variance(pair: Pair) -> Pair:
     """New entries start with the mean second moment of the old ones of their parameter."""
     for site in attention_sites(pair[0]):
-        for projection, name, mask in new_entries(site):
-            variance = pair[1].state[getattr(projection, name)]["exp_avg_sq"]
-            variance[mask] = variance[~mask].mean()
+        for parameter, is_new in new_entries(site):
+            variance = pair[1].state[parameter]["exp_avg_sq"]
+            if bool(is_new.any()):
+                variance[is_new] = variance[~is_new].mean()
     return pair
 
 
+def new_entries(site: AttentionSite) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+    """The parameters of an attention module's projections, each with which of its entries were merged into it."""
+    marks = {role: torch.ones(block.shape, dtype=torch.bool) for role, block in own_blocks(site).items()}
+    for role, mark in marks.items():
+        leading(mark, role, site.attention.base_dims).fill_(False)
+    for projection, weight, bias in write_blocks(site, marks):
+        yield projection.weight, in_rows(projection, weight)
+        if bias is not None:
+            yield projection.bias, bias
+
+
 def with_multiplier(pair: Pair, train: str, multiplier: float) -> Pair:
-    """New entries learn at another rate, all weights beside them or not."""
-    NewWeights(pair[0], train=train, learning_rate_multiplier=multiplier).attach(pair[1])
+    """New columns learn at another rate, all weights beside them or not."""
+    model, optimizer = pair
+    (group,), new = optimizer.param_groups, set(hf_grow.growth_parameters(model))
+    if train == "new":
+        hf_grow.freeze_base(model)
+    moved = [parameter for parameter in group["params"] if parameter in new]
+    group["params"] = [parameter for parameter in group["params"] if parameter not in new]
+    optimizer.add_param_group({"params": moved, "lr": multiplier * group["lr"]})
     return pair
 
 
@@ -156,9 +175,11 @@ def run(options: argparse.Namespace) -> list[Row]:
             learn(pair, batches[: options.warmup])
             for form in FORMS:
                 ways = choices(options, rate, form)
-                start = grown(pair, form, blocks, options, seed) if ways else pair
+                forms = {table == "multiplier" for table, _, _ in ways}
+                starts = {attach: grown(pair, form, blocks, options, seed, attach) for attach in forms}
                 for (table, case, choice), way in ways.items():
-                    losses = measured(way(copy.deepcopy(start)), batches[options.warmup :], held_out)
+                    start = copy.deepcopy(starts[table == "multiplier"])
+                    losses = measured(way(start), batches[options.warmup :], held_out)
                     rows.append({"table": table, "rate": rate, "case": case, "choice": choice, "seed": seed} | losses)
     return rows
 
@@ -213,7 +234,7 @@ def main() -> None:
     titles = {
         "carry": "a new optimizer: difference to the carried state",
         "variance": f"second moments of new entries after {options.age:,} steps: difference to a start at zero",
-        "multiplier": "learning-rate multiplier of new entries: difference to × 1",
+        "multiplier": "learning-rate multiplier of new columns: difference to × 1",
     }
     for name in options.tables:
         print_table(name, titles[name], rows)

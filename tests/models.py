@@ -152,9 +152,10 @@ def fill_zeros(model: Any, seed: int = 3) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for site in attention_sites(model):
-            for projection, _ in site.projections():
-                noise = torch.randn(projection.weight.shape, generator=generator).to(projection.weight) * 0.1
-                projection.weight.add_(torch.where(projection.weight == 0, noise, 0))
+            growth = [] if site.growth is None else site.growth.parameters()
+            for weight in (*(projection.weight for projection, _ in site.projections()), *growth):
+                noise = torch.randn(weight.shape, generator=generator).to(weight) * 0.1
+                weight.add_(torch.where(weight == 0, noise, 0))
     return model
 
 

@@ -9,7 +9,15 @@ from models import causal_model, fill_new_weights, grow_everything, small_model
 from peft import LoraConfig, get_peft_model
 from transformers import BertForMaskedLM, BertForSequenceClassification
 
-from hf_grow import CollectConfig, GrowthConfig, GrowthSchedule, GrowthTrainer, TrainConfig, make_growable
+from hf_grow import (
+    CollectConfig,
+    GrowthConfig,
+    GrowthSchedule,
+    GrowthTrainer,
+    TrainConfig,
+    attach_growth,
+    make_growable,
+)
 from hf_grow.training.run import Run
 
 # Small sketches, as the tests ask what happens and not how well.
@@ -117,9 +125,11 @@ def steps_of_growth(result) -> list[int]:
     return [report["training_step"] for report in result.reports]
 
 
-def adapted(model_type="gpt2") -> Any:
+def adapted(model_type="gpt2", attach=False) -> Any:
     """A grown model with LoRA beside its growth."""
     model = fill_new_weights(grow_everything(make_growable(causal_model(model_type))))
+    if attach:
+        attach_growth(model)
     torch.manual_seed(5)
     targets = ["c_attn"] if model_type == "gpt2" else ["q_proj", "v_proj"]
     return get_peft_model(model, LoraConfig(r=2, target_modules=targets, fan_in_fan_out=model_type == "gpt2"))

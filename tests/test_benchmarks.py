@@ -1,4 +1,4 @@
-"""The benchmarks of growth and of adapters run at tiny sizes and give numbers for every cell."""
+"""The benchmarks of growth, adapters and their costs run at tiny sizes and give numbers for every cell."""
 
 import json
 import math
@@ -74,3 +74,34 @@ def test_the_benchmark_of_carried_state_prints_its_tables(tmp_path):
     assert len(rows) == 3 * 2 * 2
     assert {row["table"] for row in rows} == {"carry", "variance", "multiplier"}
     assert all(0 < row["training"] < 20 for row in rows)
+
+
+def test_the_benchmark_of_adapter_costs_prints_its_tables_and_writes_every_number(tmp_path):
+    command = [sys.executable, ROOT / "scripts" / "bench_adapter_cost.py", "--model", "small", "--threads", "1"]
+    sizes = ["--length", "16", "--rounds", "2", "--repeats", "1", "--new-tokens", "2", "--json", tmp_path / "out.json"]
+    done = subprocess.run([*command, *sizes], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Training, base frozen: a tiny Llama" in done.stdout and "peak memory above the model" in done.stdout
+    assert "value columns, merged" in done.stdout
+
+    results = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    rows = results["training"]
+    assert list(rows) == ["LoRA on q, k, v, o", "value columns", "query/key and value columns"]
+    for row in rows.values():
+        for what in ("step", "peak", "activation", "state"):
+            assert row[f"{what}_ratio"] > 0
+        assert min(row["step_ms"], row["peak_bytes"], row["state_bytes"]) > 0
+        # What is counted agrees with the formulas in the script's first lines.
+        assert row["trainable"] == row["trainable_by_formula"]
+        assert row["own_activation_bytes_per_token"] == row["own_activation_bytes_per_token_by_formula"]
+        assert math.isclose(row["state_per_number"], 8, rel_tol=0.01)
+    for times in (results["forward"], results["decoding"]):
+        assert len(times) == 6 and all(row["ms"] > 0 and row["ratio"] > 0 for row in times.values())
+
+
+def test_the_paper_numbers_of_adapter_costs_are_those_of_the_formulas():
+    command = [sys.executable, ROOT / "scripts" / "bench_adapter_cost.py", "--paper"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+    # 32 layers · 2 · 4096 · 32 heads · 8 columns, and 32 · 16 · 4 · 8192.
+    assert "67,108,864" in done.stdout and "16,777,216" in done.stdout

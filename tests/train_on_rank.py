@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hf_grow import CollectConfig, GrowthConfig, GrowthSchedule
-from hf_grow.surgery.base import base_hash
+from hf_grow.surgery.base import base_hash, base_parameters
 from hf_grow.training.run import Run
 
 # All sequences choose: which ones judge depends on how they are shared.
@@ -25,7 +25,7 @@ RUNS = {
     "plain": {"at": (3, 5), "accumulation": 2},
     "llama": {"at": (3,), "model_type": "llama", "growth": EVERYTHING},
     "plateau": {"schedule": PLATEAU, "eval_every": 2},
-    "new alone": {"at": (0, 4), "train": "new", "new_learning_rate_multiplier": 2.0, "clip": 0.01},
+    "new alone": {"at": (0, 4), "train": "new", "clip": 0.01},
     "frozen": {"at": (0,), "train": "new", "frozen": True},
     "checkpointing": {"at": (3,), "gradient_checkpointing": True},
     "sgd": {"at": (3,), "optimizer": "sgd", "learning_rate": 1e-2},
@@ -65,7 +65,7 @@ def outcome(trainer, result=None):
     values = {} if result is None else {"history": result.history, "reports": result.reports}
     return {
         "weights": {name: value.detach().clone() for name, value in model.state_dict().items()},
-        "learns": [parameter.requires_grad for parameter in trainer.model.parameters()],
+        "learns": [parameter.requires_grad for _, parameter in base_parameters(trainer.model)],
         "training": trainer.model.training,
         "checkpointing": trainer.model.is_gradient_checkpointing,
         "base": base_hash(model),

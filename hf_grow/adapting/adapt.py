@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from transformers import PreTrainedModel
@@ -20,10 +21,9 @@ from hf_grow.modeling.growable_attention import attention_sites
 from hf_grow.modeling.growable_model import GrowableModel
 from hf_grow.running.batches import Batch
 from hf_grow.running.passes import Processes
-from hf_grow.surgery.base import Model, base_parameters, new_entries, without_adapters
+from hf_grow.surgery.base import freeze_base, without_adapters
 from hf_grow.surgery.patch import make_growable
 from hf_grow.training.feed import random_numbers
-from hf_grow.training.new_weights import NewWeights
 
 
 def adapt(
@@ -36,42 +36,39 @@ def adapt(
 ) -> tuple[Any, GrowthReport | None]:
     """Give a pretrained model few new weights to learn with and freeze the others; returns it and how it grew.
 
-    It grows on the batches first, in place, then PEFT wraps it. GPT-2 keeps query, key and value in one projection
-    (c_attn), so there LoRA on one of them changes all.
+    It grows on the batches first, in parameters beside its projections, then PEFT wraps it. GPT-2 keeps query, key and
+    value in one projection (c_attn), so there LoRA on one of them changes all.
 
-    Train with `GrowthTrainer` and `TrainConfig(train=config.train)`, or with any loop and
-    `NewWeights(model).attach(optimizer)`: the widened projections hold old entries too, which only these keep as they
-    are. With an `accelerator` every process brings its own batches.
+    Train what learns with any trainer or loop: the base is frozen. With an `accelerator` every process brings its own
+    batches.
     """
     require(config, AdaptConfig)
     check_start(model, config)
-    if not isinstance(model, GrowableModel):
-        make_growable(model)
+    inner = without_adapters(model)
+    if not isinstance(inner, GrowableModel):
+        make_growable(inner)
     if accelerator is not None:
         model.to(accelerator.device)
-    amounts, rank = choose_amounts(model, config)
+    amounts, rank = choose_amounts(inner, config)
     report = None
     if config.grows:
-        growth = GrowthConfig(**amounts, step_size=config.step_size, align=1)  # type: ignore[arg-type]
+        growth = GrowthConfig(
+            **amounts,  # type: ignore[arg-type]
+            step_size=config.step_size,
+            align=1,
+            scaling=config.scaling,
+            attach=True,
+        )
         _, report = grow(model, batches, growth, collect=config.collect, accelerator=accelerator, progress=progress)
-    learning_modules = whole_modules(model, config)
+    learning_modules = [] if isinstance(model, PeftModel) else whole_modules(model, config)
     if config.has_lora or learning_modules:
         model = _wrapped(model, config, rank, learning_modules)
-    return frozen(model, growth_learns=config.grows), report
+    return freeze_base(model), report
 
 
-def trainable_parameters(model: Model) -> int:
-    """How many numbers learn in an adapted model: new entries of projections, and adapters whole."""
-    base = {parameter for _, parameter in base_parameters(model)}
-    adapters = sum(
-        parameter.numel() for parameter in model.parameters() if parameter.requires_grad and parameter not in base
-    )
-    return adapters + sum(
-        int(mask.sum())
-        for site in attention_sites(without_adapters(model))
-        for projection, name, mask in new_entries(site)
-        if getattr(projection, name).requires_grad
-    )
+def trainable_parameters(model: torch.nn.Module) -> int:
+    """How many numbers learn in a model."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def _wrapped(model: PreTrainedModel, config: AdaptConfig, rank: int, learning_modules: list[str]) -> PeftModel:
@@ -87,13 +84,3 @@ def _wrapped(model: PreTrainedModel, config: AdaptConfig, rank: int, learning_mo
     )
     with random_numbers((config.collect or CollectConfig()).seed):
         return get_peft_model(model, lora).train(model.training)
-
-
-def frozen(model: PreTrainedModel, growth_learns: bool) -> Any:
-    """Only adapters learn, and the projections that hold new entries if these do."""
-    for _, parameter in base_parameters(model):
-        parameter.requires_grad_(False)
-        parameter.grad = None
-    if growth_learns:
-        NewWeights(model).detach()
-    return model

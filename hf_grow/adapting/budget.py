@@ -14,9 +14,8 @@ from hf_grow.errors import HfGrowError
 from hf_grow.growth.config import GrowthConfig
 from hf_grow.growth.kinds import COLUMN_KINDS, Kind
 from hf_grow.growth.pipeline import check_growth
-from hf_grow.modeling.growable_attention import weight_rows
-from hf_grow.modeling.growable_model import GrowableModel
-from hf_grow.surgery.base import has_adapters, has_grown
+from hf_grow.modeling.growable_attention import projection_size
+from hf_grow.surgery.base import has_adapters
 from hf_grow.surgery.patch import growable_sites
 from hf_grow.surgery.place import Place, place_of
 
@@ -34,14 +33,9 @@ def choose_amounts(model: PreTrainedModel, config: AdaptConfig) -> tuple[dict[st
 
 
 def check_start(model: PreTrainedModel, config: AdaptConfig) -> None:
-    """Refuse a model that has adapters, or growth that would learn with that of the recipe."""
-    if isinstance(model, PeftModel) or has_adapters(model):
+    """Refuse LoRA on a model that has adapters already."""
+    if config.has_lora and (isinstance(model, PeftModel) or has_adapters(model)):
         raise HfGrowError("The model has adapters already: merge them first with model.merge_and_unload().")
-    if config.grows and isinstance(model, GrowableModel) and has_grown(model):
-        raise HfGrowError(
-            "The model has grown already, and all of its growth would learn: start from its base, use method='lora', "
-            "or train all weights."
-        )
 
 
 @dataclass(frozen=True)
@@ -50,14 +44,12 @@ class Costs:
 
     column           of a new column in every head, by kind
     rank             of a rank of LoRA
-    rank_per_column  of a rank of LoRA on a new column in every head, by kind
     whole_modules    of the modules that learn whole, such as a task head
     room             for how many columns there is room in every layer, by kind
     """
 
     column: dict[str, int]
     rank: int
-    rank_per_column: dict[str, int]
     whole_modules: int
     room: dict[str, float]
 
@@ -66,23 +58,18 @@ class Costs:
         """Those of a growable model."""
         sites = growable_sites(model)
         places = [place_of(site) for site in sites]
-        targets = [(site.attention.dims, target) for site in sites for target in lora_targets(site, config.lora_on)]
+        targets = [target for site in sites for target in lora_targets(site, config.lora_on)]
         modules = [named_module(model, name) for name in whole_modules(model, config)]
         return cls(
             column={name: sum(kind.cost(place, place.dims) for place in places) for name, kind in COLUMN_KINDS.items()},
-            rank=sum(sum(weight_rows(target.projection).shape) for _, target in targets),
-            rank_per_column={
-                name: sum(dims.heads(role) for dims, target in targets for role in target.roles if role in kind.widened)
-                for name, kind in COLUMN_KINDS.items()
-            },
+            rank=sum(sum(projection_size(target.projection)) for target in targets),
             whole_modules=sum(parameter.numel() for module in modules for parameter in module.parameters()),
             room={name: _least_room(kind, places) for name, kind in COLUMN_KINDS.items()},
         )
 
     def total(self, amounts: Mapping[str, int], rank: int) -> int:
         """What learns with these amounts."""
-        growth = sum(new * (self.column[kind] + rank * self.rank_per_column[kind]) for kind, new in amounts.items())
-        return self.whole_modules + growth + rank * self.rank
+        return self.whole_modules + sum(new * self.column[kind] for kind, new in amounts.items()) + rank * self.rank
 
     def spend(
         self, budget: int, config: AdaptConfig, amounts: dict[str, int] | None, rank: int | None

@@ -8,7 +8,7 @@ from hf_grow.fields import is_number, one_of, require, some_of, whole
 from hf_grow.growth.config import GrowthConfig
 from hf_grow.growth.kinds import COLUMN_KINDS
 from hf_grow.measuring.config import CollectConfig
-from hf_grow.surgery.blocks import ROLES
+from hf_grow.modeling.growable_attention import ROLES
 
 METHODS = ("grow", "lora", "grow+lora")
 # What most methods did best with in the benchmark of adapters, on both models; all weights want far smaller steps.
@@ -34,6 +34,7 @@ class AdaptConfig:
     lora_dropout   of LoRA's input; none, as new columns have none either
     also_train     names of modules that learn whole; None: the head of a classifier, as it may be new
     collect        how to measure where to grow; its seed is also that of LoRA's first weights
+    scaling        the softmax scale of layers that grow: "frozen", "learnable" or "learnable_per_head"
     """
 
     method: str = "grow+lora"
@@ -49,10 +50,11 @@ class AdaptConfig:
     lora_dropout: float = 0.0
     also_train: tuple[str, ...] | None = None
     collect: CollectConfig | None = None
+    scaling: str = "frozen"
 
     def __post_init__(self) -> None:
         one_of("method", self.method, METHODS)
-        GrowthConfig(budget=self.budget, step_size=self.step_size)
+        GrowthConfig(budget=self.budget, step_size=self.step_size, scaling=self.scaling)
         for name, known in (("kinds", tuple(COLUMN_KINDS)), ("lora_on", ROLES)):
             given = some_of(name, getattr(self, name), known)
             object.__setattr__(self, name, tuple(one for one in known if one in given))

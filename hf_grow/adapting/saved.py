@@ -3,15 +3,18 @@
 import json
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from peft import PeftModel
+from huggingface_hub import snapshot_download
+from peft import PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from peft.utils import load_peft_weights
 from peft.utils.constants import CONFIG_NAME as LORA_CONFIG_FILE
 from transformers import PreTrainedModel
 
-from hf_grow.adapting.adapt import adapt, frozen
+from hf_grow.adapting.adapt import adapt
 from hf_grow.adapting.config import AdaptConfig
 from hf_grow.errors import HfGrowError
 from hf_grow.fields import from_dict, to_dict
@@ -19,8 +22,9 @@ from hf_grow.files import check_out_folder, clear_errors, replacing
 from hf_grow.modeling.growable_model import GrowableModel
 from hf_grow.running.batches import Batch
 from hf_grow.saving.growth_file import GROWTH_FOLDER, LORA_FOLDER, WEIGHTS_FILE, load_growth, save_growth
-from hf_grow.surgery.base import Model, has_adapters, has_grown, without_adapters
+from hf_grow.surgery.base import Model, freeze_base, has_adapters, has_grown, without_adapters
 from hf_grow.surgery.patch import make_growable
+from hf_grow.training.former import converted, is_former
 
 CONFIG_FILE = "adapt.json"
 
@@ -55,9 +59,13 @@ def save_adapted(
     return folder
 
 
-def load_adapted(base: Any, path: str | os.PathLike) -> Any:
-    """Put what `save_adapted` wrote onto its base model, as `adapt` leaves it: ready for use or for more training."""
-    folder, parts = Path(path), adapted_parts(path)
+def load_adapted(base: Any, path: str | os.PathLike, *, revision: str | None = None, token: str | None = None) -> Any:
+    """Put what `save_adapted` wrote onto its base model, as `adapt` leaves it: ready for use or for more training.
+
+    It is in a folder, or was pushed to the Hub.
+    """
+    folder = Path(path) if Path(path).is_dir() else _downloaded(path, revision, token)
+    parts = adapted_parts(folder)
     if not parts:
         raise HfGrowError(f"{folder} holds neither {GROWTH_FOLDER} nor {LORA_FOLDER}, which save_adapted would write.")
     if not isinstance(base, PreTrainedModel):
@@ -71,8 +79,30 @@ def load_adapted(base: Any, path: str | os.PathLike) -> Any:
         make_growable(model)
     if LORA_FOLDER in parts:
         with clear_errors(folder / LORA_FOLDER):
-            model = PeftModel.from_pretrained(model, str(folder / LORA_FOLDER), is_trainable=True)
-    return frozen(model, growth_learns=GROWTH_FOLDER in parts).train(training)
+            model = _with_lora(model, folder / LORA_FOLDER)
+    return freeze_base(model).train(training)
+
+
+def _downloaded(name: str | os.PathLike, revision: str | None, token: str | None) -> Path:
+    with clear_errors(name):
+        files = [f"{part}/*" for part in (GROWTH_FOLDER, LORA_FOLDER)]
+        return Path(snapshot_download(os.fspath(name), revision=revision, token=token, allow_patterns=files))
+
+
+def _with_lora(model: Any, folder: Path) -> PeftModel:
+    """A model with saved LoRA, which 0.1 put onto projections that growth had widened."""
+    wrapped = get_peft_model(model, replace(PeftConfig.from_pretrained(str(folder)), inference_mode=False))
+    saved = load_peft_weights(str(folder), device="cpu")
+    named = {
+        name.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default."): name for name in saved
+    }
+    present = {name: saved[short] for name, short in named.items()}
+    if is_former(wrapped, present):
+        weights = converted(wrapped, present)
+        wrapped.load_state_dict({name: weight for name, weight in weights.items() if name not in named}, strict=False)
+        saved = {named[name]: weight for name, weight in weights.items() if name in named}
+    set_peft_model_state_dict(wrapped, saved)
+    return wrapped
 
 
 def adapted_parts(path: str | os.PathLike) -> list[str]:

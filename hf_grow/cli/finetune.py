@@ -22,7 +22,7 @@ from hf_grow.training.config import TrainConfig
 from hf_grow.training.schedule import GrowthSchedule
 
 # Of how to grow, what makes sense at every event.
-GROWTH = Fields(only=(*KINDS, "budget", "strategy", "align", "step_size", "line_search"))
+GROWTH = Fields(only=(*KINDS, "budget", "strategy", "align", "step_size", "line_search", "scaling"))
 # The fields that say that and when the model is to grow.
 AMOUNTS, EVENTS = (*KINDS, "budget", "strategy"), ("at", "every", "plateau")
 # The fields of a recipe that mean nothing to a method.
@@ -36,7 +36,7 @@ def finetune(
     growth: Annotated[Given[GrowthConfig], GROWTH],
     schedule: Given[GrowthSchedule],
     adapting: Annotated[Given[AdaptConfig], Fields(hide=("method", "collect"))],
-    training: Annotated[Given[TrainConfig], Fields(hide=("train", "new_learning_rate_multiplier"))],
+    training: Annotated[Given[TrainConfig], Fields(hide=("train",))],
     data_config: Annotated[DataConfig, Fields(hide=("batch_size",))],
     evaluation: Evaluation,
     out: Annotated[Path, typer.Option(help="Where to save the trained model.")],

@@ -29,7 +29,7 @@ REPORT_FILE = "growth_report.json"
 def grow(
     model: options.Model,
     data: options.Data,
-    config: GrowthConfig,
+    config: Annotated[GrowthConfig, Fields(hide=("attach",))],
     measuring: Annotated[CollectConfig, Fields(hide=("kinds", *COLUMN_KINDS, "max_batches"))],
     data_config: Annotated[DataConfig, options.MEASURED_DATA],
     out: Annotated[Path | None, typer.Option(help="Where to save the grown model.")] = None,

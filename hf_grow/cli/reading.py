@@ -68,6 +68,7 @@ class Reader:
 
 READERS = {
     (bool,): Reader(bool),
+    (bool, str): Reader(bool),
     (int,): Reader(int, read_whole),
     (float,): Reader(float),
     (str,): Reader(str),

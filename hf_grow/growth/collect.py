@@ -22,7 +22,9 @@ from hf_grow.measuring.statistics import Statistics
 from hf_grow.modeling.growable_attention import AttentionSite
 from hf_grow.running.batches import Batch, read_batches, split_sequences
 from hf_grow.running.passes import Passes, Processes
-from hf_grow.surgery.patch import check_site, growable_sites
+from hf_grow.surgery.base import without_adapters
+from hf_grow.surgery.patch import growable_sites
+from hf_grow.surgery.quantized import values
 
 
 class SplitBatches(NamedTuple):
@@ -49,6 +51,7 @@ def collect_statistics(
     With an `accelerator` every process brings its own batches and gets the statistics of all.
     """
     config = require(config or CollectConfig(), CollectConfig)
+    model = without_adapters(model)
     growable_sites(model)
     return collect_from(Passes(model, accelerator, progress), split_batches(batches, config, accelerator), config)
 
@@ -67,8 +70,6 @@ def split_batches(
 def collect_from(passes: Passes, batches: SplitBatches, config: CollectConfig) -> Statistics:
     """The statistics of a model on batches that are split already: measured in every layer, then the steps found."""
     sites = growable_sites(passes.model)
-    for site in sites:
-        check_site(site)
     began = time.perf_counter()
     form = ExactCollector if config.collection == "exact" else SketchCollector
     layers = form(passes, sites, batches.choosing, batches.judging, config).layers()
@@ -98,5 +99,8 @@ def fingerprint(sites: Sequence[AttentionSite]) -> str:
 def _marks(sites: Sequence[AttentionSite]) -> Iterator[str | Tensor]:
     for site in sites:
         yield f"{site.name} {site.attention.dims}"
-        for projection, _ in site.projections():
-            yield from projection.parameters(recurse=False)
+        growth = [] if site.growth is None else [site.growth]
+        for module in (*(projection for projection, _ in site.projections()), *growth):
+            yield from (values(module, name) for name, _ in module.named_parameters(recurse=False))
+        if site.attention.score_scale is not None:
+            yield site.attention.score_scale

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from hf_grow.errors import HfGrowError
 from hf_grow.fields import former_fields, is_number, one_of, whole
 from hf_grow.measuring.kind import MEASURED_KINDS, default_kinds
+from hf_grow.surgery.structure import check_name
 
 STRATEGIES = ("append", "refactor", "step")
 LINE_SEARCHES = ("low_rank", "full_rank")
 STEP_SCOPES = ("shared", "per_layer")
+SCALINGS = ("frozen", "learnable", "learnable_per_head")
 
 Amount = int | Mapping[int | str, int] | None
 
@@ -30,6 +32,10 @@ class GrowthConfig:
     step_size      None: line search; 0: exactly preserving; a number: that multiple of the step found while collecting
     step_scope     "shared": one step for all layers; "per_layer": one for each
     line_search    "low_rank": with the columns that will be inserted; "full_rank": with all of the wanted change
+    scaling        the softmax scale of layers that grow: "frozen"; "learnable", from its present value on, one number
+                   for each layer; "learnable_per_head"
+    attach         whether what is new is put beside the projections, in parameters of its own; None: only beside
+                   quantised ones, those with adapters, and where growth is attached already. A text is its name
     """
 
     columns: Amount = None
@@ -41,11 +47,20 @@ class GrowthConfig:
     step_size: float | None = None
     step_scope: str = "shared"
     line_search: str = "low_rank"
+    scaling: str = "frozen"
+    attach: bool | str | None = None
 
     def __post_init__(self) -> None:
         one_of("strategy", self.strategy, STRATEGIES)
         one_of("step_scope", self.step_scope, STEP_SCOPES)
         one_of("line_search", self.line_search, LINE_SEARCHES)
+        one_of("scaling", self.scaling, SCALINGS)
+        if self.attach is not None and not isinstance(self.attach, bool):
+            check_name(self.attach)
+        if self.attach and self.strategy != "append":
+            raise HfGrowError(
+                f"strategy='{self.strategy}' makes present columns anew, so it cannot be attached to them."
+            )
         amounts = {name: getattr(self, name) for name in MEASURED_KINDS if getattr(self, name) is not None}
         replaceable = {name for name, kind in MEASURED_KINDS.items() if kind.replaceable}
         for name, amount in amounts.items():

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_grow.errors import HfGrowError
@@ -18,12 +19,15 @@ from hf_grow.growth.layer_growth import STEP_NAMES
 from hf_grow.growth.line_search import LineSearch, Trial, scaled, search
 from hf_grow.growth.plan import GrowthPlan
 from hf_grow.growth.report import GrowthReport
+from hf_grow.modeling.growable_attention import AttentionSite
 from hf_grow.running.batches import Batch, read_batches
 from hf_grow.running.passes import Passes, Processes
-from hf_grow.surgery.blocks import read_blocks
+from hf_grow.surgery.base import without_adapters
+from hf_grow.surgery.blocks import effective, query_factors, read_blocks
+from hf_grow.surgery.change import Change, longer_scale
 from hf_grow.surgery.optimizer_state import plain_optimizer
 from hf_grow.surgery.patch import growable_sites
-from hf_grow.surgery.structure import Change, commit, find_site
+from hf_grow.surgery.structure import attachment_name, commit, find_site
 
 
 def insert_growth(
@@ -42,6 +46,7 @@ def insert_growth(
     An `optimizer` of the model goes on: its groups get the new parameters, its state is carried for the old entries.
     With `dry_run` everything is tried and nothing inserted.
     """
+    model = without_adapters(model)
     _check_plan(model, plan)
     if optimizer is not None:
         plain_optimizer(optimizer)
@@ -101,6 +106,26 @@ def _check_agreement(changes: list[Change], accelerator: Processes | None) -> No
             "The processes found different new weights, so none grew: they must hold the same model and run on "
             "machines of one kind."
         )
+
+
+def _without_factors(query: Tensor, factors: Tensor, present: Tensor | None) -> Tensor:
+    """Queries to be multiplied by learnt factors, of such that already are; the present ones stay to the bit."""
+    query = query / factors.to(query)[:, None, None]
+    if present is not None:
+        heads, _, columns = present.shape
+        query[:heads, :, :columns] = present
+    return query
+
+
+def _scale(site: AttentionSite, attach: str | None, scaling: str, query: Tensor) -> Tensor | None:
+    """The learnable scale for these queries (heads, inputs, columns); None where it stays as it is, if there is one."""
+    present = site.attention.score_scale if attach is None else getattr(site.growth, "scale", None)
+    if present is None:
+        sizes = {"frozen": None, "learnable": 1, "learnable_per_head": query.shape[0]}
+        size = sizes[scaling]
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        return None if size is None else query.new_zeros(size, 1, dtype=dtype)
+    return longer_scale(present, query.shape[0])
 
 
 class _Insertion:
@@ -175,10 +200,20 @@ class _Insertion:
     def changes(self, step_sizes: list[StepSizes]) -> list[Change]:
         """The new weights of every layer, in memory, before anything changes."""
         generator = torch.Generator().manual_seed(int(self.plan.collected.get("seed", 0)))
+        attach = attachment_name(self.model, self.plan.config.attach)
         changes = []
         for site, growth, sizes in zip(self.sites, self.growths, step_sizes, strict=True):
-            blocks = growth.built(sizes, read_blocks(site), generator)
-            changes.append(Change(site, blocks, remade=growth.remade))
+            blocks = read_blocks(site)
+            if attach is not None:
+                # Where the base is in half precision, what stands beside it is not.
+                blocks = {
+                    role: block.to(torch.promote_types(block.dtype, torch.float32)) for role, block in blocks.items()
+                }
+            built = growth.built(sizes, effective(blocks, query_factors(site)), generator)
+            if (factors := query_factors(site, built["query"].shape[0])) is not None:
+                built["query"] = _without_factors(built["query"], factors, None if growth.remade else blocks["query"])
+            scale = _scale(site, attach, self.plan.config.scaling, built["query"])
+            changes.append(Change(site, built, attach=attach, scale=scale, remade=growth.remade))
         return changes
 
     def report(self, step_sizes: list[StepSizes]) -> GrowthReport:

@@ -10,7 +10,7 @@ from hf_grow.modeling.growable_attention import AttentionSite
 from hf_grow.running.batches import Batch
 from hf_grow.running.observe import Attachment
 from hf_grow.running.passes import Passes
-from hf_grow.surgery.blocks import read_blocks
+from hf_grow.surgery.blocks import effective, query_factors, read_blocks
 
 # Each try goes this much further or less far; then a parabola through the best three is followed so many times.
 FACTOR = 3.0
@@ -87,7 +87,7 @@ class Trial:
         self.passes, self.growths, self.batches = passes, growths, batches
         self.full_rank, self.what = full_rank, what
         self.sites = [by_name[growth.place.name] for growth in growths]
-        self.blocks = [read_blocks(site) for site in self.sites]
+        self.blocks = [effective(read_blocks(site), query_factors(site)) for site in self.sites]
 
     def loss(self, step_sizes: Sequence[StepSizes]) -> float:
         """The loss with these steps, one entry for each layer's growth."""

@@ -23,9 +23,11 @@ from hf_grow.measuring.statistics import Statistics
 from hf_grow.modeling.growable_model import GrowableModel
 from hf_grow.running.batches import Batch, batch_size, read_batches
 from hf_grow.running.passes import Passes, Processes
+from hf_grow.surgery.base import without_adapters
 from hf_grow.surgery.optimizer_state import plain_optimizer
 from hf_grow.surgery.patch import growable_sites, make_growable
 from hf_grow.surgery.place import place_of
+from hf_grow.surgery.structure import attachment_name
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ def prepare_growth(
     collect = require(collect or CollectConfig(), CollectConfig) if config is None else collect_config(config, collect)
     split = split_batches(batches, collect, accelerator)
     searched = None if line_search_batches is None else read_batches(line_search_batches)
+    model = without_adapters(model)
     if not isinstance(model, GrowableModel):
         make_growable(model)
     if config is not None:
@@ -122,6 +125,11 @@ def prepare_growth(
 def check_growth(model: PreTrainedModel, config: GrowthConfig) -> None:
     """Refuse amounts that the layers of a growable model have no room for, before anything is measured."""
     check_amounts([place_of(site) for site in growable_sites(model)], config)
+    if attachment_name(model, config.attach) is not None and config.strategy != "append":
+        raise HfGrowError(
+            f"strategy='{config.strategy}' makes present columns anew, but growth of this model is attached beside "
+            "them: merge_growth(model) first, or grow the plain base."
+        )
 
 
 def collect_config(config: GrowthConfig, collect: CollectConfig | None = None) -> CollectConfig:

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
+ROLES = ("query", "key", "value", "output")
+
 
 @dataclass(frozen=True)
 class AttentionDims:
@@ -62,24 +64,39 @@ class Layout:
 
 
 class GrowableAttention:
-    """Mixin over a stock attention class: independent sizes, set by `set_dims` and read everywhere."""
+    """Mixin over a stock attention class: independent sizes, and growth beside its projections.
+
+    base_dims      the sizes before any growth that was merged into them
+    grown          attached growth by name, once there is some; that of `active_growth` is computed with
+    score_scale    how far learnable factors of the scores are from one, (1, 1) or (heads, 1), or None
+    The other sizes are those of the whole, with the growth that is active.
+    """
 
     layout: ClassVar[Layout]
     is_cross: bool = False
+    active_growth: str | None = None
+    base_dims: AttentionDims
+    _projection_dims: AttentionDims
     n_heads: int
     n_kv_heads: int
     query_key_dim: int
     value_dim: int
     scaling: float
-    # The sizes before any growth.
-    base_dims: AttentionDims
+    score_scale: nn.Parameter | None
+    _modules: dict[str, Any]
 
     def stock_dims(self) -> AttentionDims:
         """The sizes the stock module was built with."""
         raise NotImplementedError
 
     def set_dims(self, dims: AttentionDims) -> None:
-        """Take new sizes; the projections must be given the matching weights by the caller."""
+        """Take new sizes of the projections, which must be given the matching weights by the caller."""
+        self._projection_dims = dims
+        self.refresh_sizes()
+
+    def refresh_sizes(self) -> None:
+        """Have the sizes of the whole follow those of the projections and of the active growth."""
+        dims = self._projection_dims if self.growth is None else self.growth.dims
         self.n_heads = dims.num_attention_heads
         self.n_kv_heads = dims.num_key_value_heads
         self.query_key_dim = dims.qk_head_dim
@@ -91,9 +108,68 @@ class GrowableAttention:
         return AttentionDims(self.n_heads, self.n_kv_heads, self.query_key_dim, self.value_dim, self.scaling)
 
     @property
+    def own_dims(self) -> AttentionDims:
+        """The sizes of the projections themselves."""
+        return self.dims if self.growth is None else self.growth.own
+
+    @property
+    def growth(self) -> Any:
+        """The attached growth that is computed with, if there is any in this module."""
+        return self.attached.get(self.active_growth)
+
+    @property
+    def attached(self) -> dict[str | None, Any]:
+        """All growth beside the projections of this module, by name."""
+        grown = self._modules.get("grown")
+        return {} if grown is None else dict(grown._modules)
+
+    @property
     def rotary_dim(self) -> int:
         """How many leading query/key columns of a head are rotated."""
         return 0
+
+    def split_heads(self, role: str, projected: torch.Tensor) -> torch.Tensor:
+        """What a projection gave, (batch, tokens, heads · width) → (batch, heads, tokens, width)."""
+        return projected.view(*projected.shape[:-1], -1, self._projection_dims.size(role)).transpose(1, 2)
+
+    def extend(self, role: str, own: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Queries, keys or values of the projections, with those of attached growth for the same states behind them."""
+        if self.growth is not None:
+            own = self.growth.extend(role, own, states)
+        if role == "query" and self.score_scale is not None:
+            own = scaled_queries(own, self.score_scale)
+        return own
+
+    def split_output(self, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the kernel gave, (batch, tokens, heads, width), as the output projection takes it.
+
+        Beside it what attached growth adds to the projection's output, if there is any.
+        """
+        if self.growth is None:
+            return output.reshape(*output.shape[:-2], -1).contiguous(), None
+        own_dims = self._projection_dims
+        own = output[..., : own_dims.num_attention_heads, : own_dims.v_head_dim]
+        return own.reshape(*own.shape[:-2], -1), self.growth.contribution(output)
+
+    def project_output(self, projection: Callable, output: torch.Tensor) -> torch.Tensor:
+        """The block's output: that of the output projection and of attached growth."""
+        own, contribution = self.split_output(output)
+        projected = projection(own)
+        return projected if contribution is None else projected + contribution.to(projected.dtype)
+
+
+def scaled_queries(query: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Queries (batch, heads, tokens, width) with a learnable scale in them."""
+    return query * scale_factors(scale, query.shape[1]).to(query.dtype)[:, None, None]
+
+
+def scale_factors(scale: torch.Tensor, heads: int) -> torch.Tensor:
+    """What the scores of each head are multiplied with: one, changed by a learnable scale (1, 1) or (heads, 1).
+
+    Heads that came later than the scale keep theirs.
+    """
+    changes = scale.expand(heads, 1) if scale.shape[0] == 1 else F.pad(scale, (0, 0, 0, heads - scale.shape[0]))
+    return 1 + changes[:, 0]
 
 
 def attend(
@@ -158,6 +234,11 @@ class AttentionSite:
         return self.attention.layer_idx
 
     @property
+    def growth(self) -> Any:
+        """The attached growth that the module computes with, if there is any."""
+        return self.attention.growth
+
+    @property
     def attention_type(self) -> str:
         """Either "self", or "cross" where keys and values come from elsewhere."""
         return "cross" if self.attention.is_cross else "self"
@@ -200,13 +281,20 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
     ]
 
 
+def projection_size(projection: Any) -> tuple[int, int]:
+    """How many outputs and inputs a projection has, also where its weight is packed."""
+    if isinstance(projection, Conv1D):
+        return projection.nf, projection.nx
+    return projection.out_features, projection.in_features
+
+
 def new_parameters(
     projection: Any, weight: torch.Tensor, bias: torch.Tensor | None, *, initialized: bool = True
 ) -> dict[str, nn.Parameter]:
     """Parameters of any size that can take the place of a Linear's or Conv1D's; `weight` is (out, in) for both."""
-    parameters = {"weight": _like(projection.weight, in_rows(projection, weight), initialized)}
+    parameters = {"weight": new_parameter(projection.weight, in_rows(projection, weight), initialized)}
     if bias is not None:
-        parameters["bias"] = _like(projection.bias, bias, initialized)
+        parameters["bias"] = new_parameter(projection.bias, bias, initialized)
     return parameters
 
 
@@ -221,7 +309,7 @@ def install(projection: Any, parameters: dict[str, nn.Parameter]) -> None:
         projection.out_features, projection.in_features = outputs, inputs
 
 
-def _like(old: nn.Parameter, values: torch.Tensor, initialized: bool) -> nn.Parameter:
+def new_parameter(old: nn.Parameter, values: torch.Tensor, initialized: bool = True) -> nn.Parameter:
     """A parameter that replaces `old`: same dtype, device, training flag, attributes and hooks."""
     values = values.detach().to(device=old.device, dtype=old.dtype).contiguous()
     new = nn.Parameter(values, requires_grad=old.requires_grad)

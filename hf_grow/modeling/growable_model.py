@@ -7,17 +7,21 @@ import copy
 import json
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers import initialization as init
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import cached_file
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from .attached_growth import SCALE, AttachedGrowth, activate, attach_empty, attached_shapes, detach
 from .growable_attention import (
     AttentionDims,
     AttentionSite,
@@ -25,11 +29,14 @@ from .growable_attention import (
     install,
     layer_entry,
     new_parameters,
-    weight_rows,
+    projection_size,
 )
 
+# What travels with the checkpoints of every family.
+COMMON_FILES = ("attached_growth.py", "growable_attention.py", "growable_model.py")
 GROWTH_FILE = "growth.json"
-GROWTH_FORMAT = 1
+# The newest that can be read: with attached growth, or a learnable scale. All else is written as 1.
+GROWTH_FORMAT = 2
 # Where the sizes of each type of attention are in a record of sizes, layer by layer.
 RECORD_KEYS = {"self": "layers", "cross": "cross_layers"}
 STOCK_LOAD_REFUSED = (
@@ -39,15 +46,21 @@ STOCK_LOAD_REFUSED = (
 
 
 class GrowableConfig:
-    """Mixin over a stock config: `hf_grow` records the sizes of every attention module."""
+    """Mixin over a stock config: `hf_grow` records the sizes of every attention module.
+
+    growth_history  base model and growth events, as saved in growth.json, of what the projections hold
+    growths         the same for each attached growth, by its name
+    """
 
     hf_grow: dict | None
     growth_history: dict
+    growths: dict[str, dict]
 
     def to_dict(self) -> dict[str, Any]:
-        """As in transformers, without the history, which has a file of its own."""
+        """As in transformers, without the histories, which have a file of their own."""
         content = super().to_dict()  # type: ignore[misc]
-        content.pop("growth_history", None)
+        for name in ("growth_history", "growths"):
+            content.pop(name, None)
         return content
 
     def record(self, sites: list[AttentionSite]) -> None:
@@ -55,31 +68,9 @@ class GrowableConfig:
         # A stock config class that reads this file finds its own model_type here, and stops at the next line.
         stock_type = type(self).model_type.removeprefix("growable_")  # type: ignore[attr-defined]
         self.hf_grow = {"model_type": stock_type, "vocab_size": STOCK_LOAD_REFUSED}
-        self.hf_grow |= size_record((site, site.attention.dims) for site in sites)
+        self.hf_grow |= present_record(sites)
         # transformers then leaves static caches to be sized by the first keys and values they get.
         self.qk_head_dim = max(site.attention.query_key_dim for site in sites)
-
-    def recorded(self, sites: list[AttentionSite]) -> list[AttentionDims]:
-        """The recorded sizes of all attention modules."""
-        for attention_type, key in RECORD_KEYS.items():
-            modules = sum(site.attention_type == attention_type for site in sites)
-            entries = len((self.hf_grow or {}).get(key, []))
-            if entries != modules:
-                raise ValueError(
-                    f"config.hf_grow['{key}'] has {entries} entries for {modules} {attention_type}-attention modules."
-                )
-        return [self._dims(site) for site in sites]
-
-    def _dims(self, site: AttentionSite) -> AttentionDims:
-        key = RECORD_KEYS[site.attention_type]
-        layers = (self.hf_grow or {})[key]
-        try:
-            dims = AttentionDims(**layers[site.layer])
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"config.hf_grow['{key}'][{site.layer}] is not valid: {error}") from error
-        if dims.qk_head_dim < site.attention.rotary_dim:
-            raise ValueError(f"{site.name} rotates {site.attention.rotary_dim} columns but has {dims.qk_head_dim}.")
-        return dims
 
 
 class GrowableModel:
@@ -88,9 +79,13 @@ class GrowableModel:
     config_class: ClassVar[type[PreTrainedConfig]]
     stock_config_class: ClassVar[type[PreTrainedConfig]]
     attention_classes: ClassVar[dict[type, type]]
+    # What holds the output projection where the attention module itself does not.
+    output_classes: ClassVar[dict[type, type]] = {}
     model_classes: ClassVar[dict[type, type["GrowableModel"]]]
     auto_classes: ClassVar[tuple[str, ...]] = ()
     code_files: ClassVar[tuple[str, ...]]
+    # The few weights that learn beside a base in half precision would lose small steps in it.
+    _keep_in_fp32_modules_strict: set[str] | None = {"grown"}
     config: Any
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -120,16 +115,63 @@ class GrowableModel:
         """transformers passes over modules without parameters of their own in custom code; GPT-2's attention is one."""
         super()._initialize_weights(module, False)  # type: ignore[misc]
 
+    def _init_weights(self, module: nn.Module) -> None:
+        """As in transformers; of what it does not know, growth starts so that it adds nothing."""
+        super()._init_weights(module)  # type: ignore[misc]
+        if isinstance(module, AttachedGrowth):
+            module.reset_parameters()
+        elif getattr(module, "score_scale", None) is not None:
+            init.zeros_(module.score_scale)
+
+    @property
+    def is_quantized(self) -> bool:
+        """As in transformers, which trains no model of quantised weights alone: attached growth is what it asks for."""
+        return self.__dict__.get("is_quantized", False) and self.active_growth is None
+
+    @is_quantized.setter
+    def is_quantized(self, quantized: bool) -> None:
+        self.__dict__["is_quantized"] = quantized
+
     @property
     def growth_history(self) -> dict:
-        """Base model and growth events, as saved in growth.json."""
-        return self.config.growth_history
+        """Base model and growth events, as saved in growth.json: of the attached growth that is active, if one is."""
+        return self.config.growths.get(self.active_growth, self.config.growth_history)
+
+    @property
+    def active_growth(self) -> str | None:
+        """The name of the attached growth that the model computes with."""
+        return next((site.attention.active_growth for site in attention_sites(self)), None)  # type: ignore[arg-type]
+
+    def set_growth(self, name: str | None) -> None:
+        """Compute with the attached growth of this name, or with none, which gives the base's outputs to the bit."""
+        sites = attention_sites(self)  # type: ignore[arg-type]
+        if name is not None and name not in self.config.growths:
+            known = ", ".join(self.config.growths) or "none"
+            raise ValueError(f"There is no attached growth of the name {name!r}; attached are: {known}.")
+        if name is None and not self.config.growths and any(a.own_dims != a.base_dims for a in _attentions(sites)):
+            raise ValueError(
+                "The growth of this model is merged into its weights and cannot be switched off: call "
+                "hf_grow.attach_growth(model) first."
+            )
+        for attention in _attentions(sites):
+            activate(attention, name)
+        self.config.record(sites)
+
+    @contextmanager
+    def growth_disabled(self) -> Iterator[None]:
+        """Inside, the model computes what its base does, to the bit."""
+        active = self.active_growth
+        self.set_growth(None)
+        try:
+            yield
+        finally:
+            self.set_growth(active)
 
     def growth_summary(self) -> dict:
         """Sizes and parameters of every attention module, and what was grown so far; ready for JSON."""
         layers = [
             layer_entry(site.name, site.layer, site.attention_type, site.attention.dims)
-            | {"parameters": sum(p.numel() for module, _ in site.projections() for p in module.parameters())}
+            | {"parameters": _parameters(site)}
             for site in attention_sites(self)  # type: ignore[arg-type]
         ]
         return {
@@ -161,7 +203,7 @@ class GrowableModel:
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if history is not None:
-            model.config.growth_history = history
+            take_history(model.config, history)
         return loaded
 
 
@@ -173,6 +215,8 @@ def own_config(model: Any, config: Any) -> None:
             module.config = config
     if not hasattr(config, "growth_history"):
         config.growth_history = new_history(config)
+    if not hasattr(config, "growths"):
+        config.growths = {}
 
 
 def adopt(model: Any) -> None:
@@ -184,55 +228,162 @@ def adopt(model: Any) -> None:
     for module in model.modules():
         if attention_class := family.attention_class(module):
             module.__class__ = attention_class
+            module.register_parameter("score_scale", None)
             module.base_dims = module.stock_dims()
             module.set_dims(module.base_dims)
+        elif type(module) in family.output_classes:
+            module.__class__ = family.output_classes[type(module)]
         elif type(module) in family.model_classes:
             set_model_class(module, family.model_classes[type(module)])
-    sites = attention_sites(model)
     if model.config.hf_grow is None:
-        model.config.record(sites)
+        model.config.record(attention_sites(model))
     else:
-        for site, dims in zip(sites, model.config.recorded(sites), strict=True):
-            _resize(site, dims)
+        _fit(model, model.config.hf_grow)
 
 
 def resize(model: Any, record: dict) -> None:
     """Give a growable model the sizes of another's `hf_grow` record; what changes its shape is still to be loaded."""
-    for site, dims in recorded_sizes(model, record):
-        _resize(site, dims)
+    _fit(model, record)
+    for site in attention_sites(model):
         for module in (site.attention, *(projection for projection, _ in site.projections())):
             module._is_hf_initialized = True
     model.config.record(attention_sites(model))
 
 
+def _fit(model: Any, record: dict) -> None:
+    """Sizes of projections, attached growth and learnable scales as a record has them, nothing else."""
+    own_sizes, attached = recorded_sizes(model, record), recorded_growths(model, record)
+    scales = entries(record.get("scales"), [site for site, _ in own_sizes])
+    for (site, dims), scale in zip(own_sizes, scales, strict=True):
+        _resize(site, dims)
+        _set_scale(site.attention, scale or 0)
+        for name in [name for name in site.attention.attached if name not in attached]:
+            detach(site.attention, name)
+    for name, sizes in attached.items():
+        for site, growth, scale in sizes:
+            _fit_growth(site, name, growth, scale)
+    for site, _ in own_sizes:
+        activate(site.attention, record.get("active"))
+    model.config.growths = {name: model.config.growths.get(name, model.config.growth_history) for name in attached}
+
+
+def _fit_growth(site: AttentionSite, name: str, dims: AttentionDims, scale: int) -> None:
+    """Attached growth of these sizes, if the module has not that already; none where there is nothing to add."""
+    present = site.attention.attached
+    shapes = attached_shapes(site, site.attention.own_dims, dims) | ({SCALE: (scale, 1)} if scale else {})
+    if name in present and shapes == {key: tuple(weight.shape) for key, weight in present[name].named_parameters()}:
+        return
+    detach(site.attention, name)
+    if shapes:
+        attach_empty(site, name, dims, scale)
+
+
+def _set_scale(attention: Any, size: int) -> None:
+    present = attention.score_scale
+    if size != (0 if present is None else present.numel()):
+        device = next(attention.parameters()).device
+        attention.score_scale = nn.Parameter(torch.empty(size, 1, device=device)) if size else None
+        attention._is_hf_initialized = False
+
+
+def present_record(sites: list[AttentionSite]) -> dict[str, Any]:
+    """The sizes of attention modules as they are: of the projections, of learnable scales, of each attached growth."""
+    record: dict[str, Any] = size_record((site, site.attention.own_dims) for site in sites)
+    if any(site.attention.score_scale is not None for site in sites):
+        record["scales"] = by_layer((site, _numel(site.attention.score_scale)) for site in sites)
+    names = dict.fromkeys(name for site in sites for name in site.attention.attached)
+    if names:
+        record["attached"] = {name: _growth_record(sites, name) for name in names}
+        record["active"] = sites[0].attention.active_growth
+    return record
+
+
+def _growth_record(sites: list[AttentionSite], name: str) -> dict[str, Any]:
+    growths = [(site, site.attention.attached.get(name)) for site in sites]
+    sizes = size_record((site, site.attention.own_dims if growth is None else growth.dims) for site, growth in growths)
+    return sizes | {"scales": by_layer((site, growth and _numel(growth.scale)) for site, growth in growths)}
+
+
 def size_record(sizes: Iterable[tuple[AttentionSite, AttentionDims]]) -> dict[str, list[dict]]:
     """Sizes of attention modules as `hf_grow` in config.json and growth files have them."""
-    record: dict[str, list[dict]] = {}
-    for site, dims in sorted(sizes, key=lambda pair: pair[0].layer):
-        record.setdefault(RECORD_KEYS[site.attention_type], []).append(asdict(dims))
+    return by_layer((site, asdict(dims)) for site, dims in sizes)
+
+
+def by_layer(values: Iterable[tuple[AttentionSite, Any]]) -> dict[str, list]:
+    """What is said of each attention module, by its type and in the order of layers."""
+    record: dict[str, list] = {}
+    for site, value in sorted(values, key=lambda pair: pair[0].layer):
+        record.setdefault(RECORD_KEYS[site.attention_type], []).append(value)
     return record
+
+
+def entries(record: dict[str, list] | None, sites: list[AttentionSite]) -> list[Any]:
+    """The inverse of `by_layer`; nothing for all where there is no record."""
+    if record is None:
+        return [None] * len(sites)
+    for attention_type, key in RECORD_KEYS.items():
+        modules = sum(site.attention_type == attention_type for site in sites)
+        count = len(record.get(key, []))
+        if count != modules:
+            raise ValueError(
+                f"config.hf_grow['{key}'] has {count} entries for {modules} {attention_type}-attention modules."
+            )
+    return [record[RECORD_KEYS[site.attention_type]][site.layer] for site in sites]
 
 
 def recorded_sizes(model: Any, record: dict) -> list[tuple[AttentionSite, AttentionDims]]:
     """The attention modules of a model, each with its sizes in an `hf_grow` record that must fit it."""
-    config = copy.copy(model.config)
-    config.hf_grow = record
     sites = attention_sites(model)
-    return list(zip(sites, config.recorded(sites), strict=True))
+    return [(site, _read_dims(site, entry)) for site, entry in zip(sites, entries(record, sites), strict=True)]
+
+
+def recorded_growths(model: Any, record: dict) -> dict[str, list[tuple[AttentionSite, AttentionDims, int]]]:
+    """Of each attached growth in a record: the attention modules, their sizes with it, and the size of its scale."""
+    growths = {}
+    for name, growth in record.get("attached", {}).items():
+        scales = entries(growth.get("scales"), attention_sites(model))
+        sizes = recorded_sizes(model, growth)
+        growths[name] = [(site, dims, scale or 0) for (site, dims), scale in zip(sizes, scales, strict=True)]
+    return growths
+
+
+def _read_dims(site: AttentionSite, entry: dict) -> AttentionDims:
+    try:
+        dims = AttentionDims(**entry)
+    except (TypeError, ValueError) as error:
+        key = RECORD_KEYS[site.attention_type]
+        raise ValueError(f"config.hf_grow['{key}'][{site.layer}] is not valid: {error}") from error
+    if dims.qk_head_dim < site.attention.rotary_dim:
+        raise ValueError(f"{site.name} rotates {site.attention.rotary_dim} columns but has {dims.qk_head_dim}.")
+    return dims
+
+
+def _numel(parameter: nn.Parameter | None) -> int:
+    return 0 if parameter is None else parameter.numel()
+
+
+def _attentions(sites: list[AttentionSite]) -> list[Any]:
+    return [site.attention for site in sites]
+
+
+def _parameters(site: AttentionSite) -> int:
+    """How many numbers an attention module computes with."""
+    parts = [projection for projection, _ in site.projections()] + ([] if site.growth is None else [site.growth])
+    return sum(parameter.numel() for part in parts for parameter in part.parameters())
 
 
 def projection_shapes(site: AttentionSite, dims: AttentionDims) -> Iterator[tuple[Any, tuple[int, int]]]:
     """Each projection and the shape (out, in) that its weight has with these sizes."""
     for projection, roles in site.projections():
         width = sum(dims.heads(role) * dims.size(role) for role in roles)
-        rows, columns = weight_rows(projection).shape
+        rows, columns = projection_size(projection)
         yield projection, (rows, width) if roles == ("output",) else (width, columns)
 
 
 def _resize(site: AttentionSite, dims: AttentionDims) -> None:
     """Give the projections the shapes of `dims`, with weights that are still to be loaded or initialised."""
     for projection, shape in projection_shapes(site, dims):
-        if shape == weight_rows(projection).shape:
+        if shape == projection_size(projection):
             continue
         weight = projection.weight.new_empty(shape)
         bias = None if projection.bias is None else projection.bias.new_empty(shape[0])
@@ -262,7 +413,7 @@ def new_history(config: Any) -> dict:
     """The record of a model that was not grown yet."""
     name = config.name_or_path or None
     return {
-        "format": GROWTH_FORMAT,
+        "format": 1,
         # Where a folder lay on the machine that made the model is nobody's business.
         "base_model": Path(name).name if name and Path(name).is_dir() else name,
         "base_revision": getattr(config, "_commit_hash", None),
@@ -296,9 +447,18 @@ def read_history(name_or_path: Any, **kwargs: Any) -> dict | None:
     return {"base_model": None, "base_revision": None, **history}
 
 
+def take_history(config: Any, history: dict) -> None:
+    """What `read_history` gave, into the config of the model it belongs to."""
+    config.growth_history = {name: value for name, value in history.items() if name != "growths"} | {"format": 1}
+    config.growths |= {name: value for name, value in history.get("growths", {}).items() if name in config.growths}
+
+
 def _write_companions(model: Any, folder: Path) -> None:
     here = Path(__file__).parent
     for name in model.code_files:
         shutil.copyfile(here / name, folder / name)
-    history = json.dumps(model.growth_history, indent=2) + "\n"
-    (folder / GROWTH_FILE).write_text(history, encoding="utf-8")
+    history, record = model.config.growth_history, model.config.hf_grow
+    if "attached" in record or "scales" in record:
+        # hf-grow 0.1 would leave out what it does not know; it refuses this number.
+        history = history | {"format": GROWTH_FORMAT, "growths": model.config.growths}
+    (folder / GROWTH_FILE).write_text(json.dumps(history, indent=2) + "\n", encoding="utf-8")

@@ -32,8 +32,8 @@ class GrowableRotaryAttention(GrowableAttention):
         heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
         return AttentionDims(heads, kv_heads, self.head_dim, self.head_dim, self.scaling)
 
-    def set_dims(self, dims: AttentionDims) -> None:
-        super().set_dims(dims)
+    def refresh_sizes(self) -> None:
+        super().refresh_sizes()
         self.num_key_value_groups = self.n_heads // self.n_kv_heads
 
     @property
@@ -52,10 +52,9 @@ class GrowableRotaryAttention(GrowableAttention):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        input_shape = hidden_states.shape[:-1]  # (batch, tokens)
-        query = self.q_proj(hidden_states).view(*input_shape, -1, self.query_key_dim).transpose(1, 2)
-        key = self.k_proj(hidden_states).view(*input_shape, -1, self.query_key_dim).transpose(1, 2)
-        value = self.v_proj(hidden_states).view(*input_shape, -1, self.value_dim).transpose(1, 2)
+        query = self.extend("query", self.split_heads("query", self.q_proj(hidden_states)), hidden_states)
+        key = self.extend("key", self.split_heads("key", self.k_proj(hidden_states)), hidden_states)
+        value = self.extend("value", self.split_heads("value", self.v_proj(hidden_states)), hidden_states)
         query, key = self._rotate_leading(query, key, position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
@@ -71,14 +70,14 @@ class GrowableRotaryAttention(GrowableAttention):
             **self.window(),
             **kwargs,
         )
-        return self.o_proj(output.reshape(*input_shape, -1).contiguous()), weights
+        return self.project_output(self.o_proj, output), weights
 
     def _rotate_leading(
         self, query: torch.Tensor, key: torch.Tensor, position_embeddings: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = position_embeddings
         rotated = self.head_dim
-        if self.query_key_dim == rotated:
+        if query.shape[-1] == rotated:
             return type(self).rotate(query, key, cos, sin)
         turned_query, turned_key = type(self).rotate(query[..., :rotated], key[..., :rotated], cos, sin)
         query = torch.cat((turned_query, query[..., rotated:]), dim=-1)

@@ -10,7 +10,7 @@ from transformers.models.bert import modeling_bert as stock
 from transformers.models.bert.configuration_bert import BertConfig
 
 from .growable_attention import AttentionDims, GrowableAttention, Layout, attend
-from .growable_model import GrowableConfig, GrowableModel
+from .growable_model import COMMON_FILES, GrowableConfig, GrowableModel
 
 
 class GrowableBertConfig(GrowableConfig, BertConfig):
@@ -38,18 +38,14 @@ class _GrowableBertBase(GrowableAttention):
         heads, size = self.num_attention_heads, self.attention_head_size
         return AttentionDims(heads, heads, size, size, self.scaling)
 
-    def set_dims(self, dims: AttentionDims) -> None:
-        super().set_dims(dims)
+    def refresh_sizes(self) -> None:
+        super().refresh_sizes()
         self.num_attention_heads, self.attention_head_size = self.n_heads, self.query_key_dim
         self.all_head_size = self.n_heads * self.value_dim
 
-    def _queries(self, states: torch.Tensor) -> torch.Tensor:
-        return self.query(states).view(*states.shape[:-1], -1, self.query_key_dim).transpose(1, 2)
-
-    def _keys_and_values(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        key = self.key(states).view(*states.shape[:-1], -1, self.query_key_dim).transpose(1, 2)
-        value = self.value(states).view(*states.shape[:-1], -1, self.value_dim).transpose(1, 2)
-        return key, value
+    def _states(self, role: str, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Queries, keys or values of these states."""
+        return self.extend(role, self.split_heads(role, getattr(self, role)(hidden_states)), hidden_states)
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
@@ -59,7 +55,8 @@ class _GrowableBertBase(GrowableAttention):
         output, weights = attend(
             self, eager, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
         )
-        return output.reshape(*output.shape[:-2], -1).contiguous(), weights
+        own, contribution = self.split_output(output)
+        return own if contribution is None else torch.cat((own, contribution.to(own.dtype)), dim=-1), weights
 
 
 class GrowableBertSelfAttention(_GrowableBertBase, stock.BertSelfAttention):
@@ -70,8 +67,7 @@ class GrowableBertSelfAttention(_GrowableBertBase, stock.BertSelfAttention):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        query = self._queries(hidden_states)
-        key, value = self._keys_and_values(hidden_states)
+        query, key, value = (self._states(role, hidden_states) for role in ("query", "key", "value"))
         if past_key_values is not None:
             cache = past_key_values
             if isinstance(cache, EncoderDecoderCache):
@@ -91,17 +87,27 @@ class GrowableBertCrossAttention(_GrowableBertBase, stock.BertCrossAttention):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        query = self._queries(hidden_states)
+        query = self._states("query", hidden_states)
         cache = past_key_values
         if cache is not None and cache.is_updated.get(self.layer_idx):
             layer = cache.cross_attention_cache.layers[self.layer_idx]
             key, value = layer.keys, layer.values
         else:
-            key, value = self._keys_and_values(encoder_hidden_states)
+            key, value = (self._states(role, encoder_hidden_states) for role in ("key", "value"))
             if cache is not None:
                 key, value = cache.cross_attention_cache.update(key, value, self.layer_idx)
                 cache.is_updated[self.layer_idx] = True
         return self._attend(query, key, value, attention_mask, **kwargs)
+
+
+class GrowableBertSelfOutput(stock.BertSelfOutput):
+    def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
+        # What attached growth adds to the output of the projection comes behind what the projection reads.
+        own, contribution = hidden_states.tensor_split((self.dense.in_features,), dim=-1)
+        projected = self.dense(own)
+        if contribution.shape[-1]:
+            projected = projected + contribution
+        return self.LayerNorm(self.dropout(projected) + input_tensor)
 
 
 class GrowableBert(GrowableModel):
@@ -111,7 +117,8 @@ class GrowableBert(GrowableModel):
         stock.BertSelfAttention: GrowableBertSelfAttention,
         stock.BertCrossAttention: GrowableBertCrossAttention,
     }
-    code_files = ("growable_attention.py", "growable_model.py", "modeling_growable_bert.py")
+    output_classes = {stock.BertSelfOutput: GrowableBertSelfOutput}
+    code_files = (*COMMON_FILES, "modeling_growable_bert.py")
 
 
 class GrowableBertModel(GrowableBert, stock.BertModel):

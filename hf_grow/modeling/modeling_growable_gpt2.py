@@ -8,7 +8,7 @@ from transformers.models.gpt2 import modeling_gpt2 as stock
 from transformers.models.gpt2.configuration_gpt2 import GPT2Config
 
 from .growable_attention import AttentionDims, GrowableAttention, Layout, attend
-from .growable_model import GrowableConfig, GrowableModel
+from .growable_model import COMMON_FILES, GrowableConfig, GrowableModel
 
 
 class GrowableGPT2Config(GrowableConfig, GPT2Config):
@@ -29,10 +29,11 @@ class GrowableGPT2Attention(GrowableAttention, stock.GPT2Attention):
     def stock_dims(self) -> AttentionDims:
         return AttentionDims(self.num_heads, self.num_heads, self.head_dim, self.head_dim, self.scaling)
 
-    def set_dims(self, dims: AttentionDims) -> None:
-        super().set_dims(dims)
+    def refresh_sizes(self) -> None:
+        super().refresh_sizes()
         self.num_heads, self.head_dim = self.n_heads, self.query_key_dim
-        self.split_size = [dims.heads(role) * dims.size(role) for role in self.layout.inputs["c_attn"]]
+        own = self._projection_dims
+        self.split_size = [own.heads(role) * own.size(role) for role in self.layout.inputs["c_attn"]]
 
     def forward(
         self,
@@ -43,28 +44,26 @@ class GrowableGPT2Attention(GrowableAttention, stock.GPT2Attention):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         query, key, value = self.c_attn(hidden_states).split(self.split_size, dim=2)
-        key, value = self._heads(key, self.query_key_dim), self._heads(value, self.value_dim)
+        key, value = self._states("key", key, hidden_states), self._states("value", value, hidden_states)
         if past_key_values is not None:
             cache = past_key_values
             if isinstance(cache, EncoderDecoderCache):
                 cache = cache.self_attention_cache
             key, value = cache.update(key, value, self.layer_idx)
+        query = self._states("query", query, hidden_states)
         return self._attend(query, key, value, attention_mask, **kwargs)
 
-    def _heads(self, states: torch.Tensor, width: int) -> torch.Tensor:
-        """(batch, tokens, heads · width) → (batch, heads, tokens, width)"""
-        return states.view(*states.shape[:-1], -1, width).transpose(1, 2)
+    def _states(self, role: str, projected: torch.Tensor, hidden_states: Any) -> torch.Tensor:
+        return self.extend(role, self.split_heads(role, projected), hidden_states)
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        query = self._heads(query, self.query_key_dim)
         kwargs["dropout"] = self.attn_dropout.p if self.training else 0.0
         kwargs["scaling"] = self.scaling
         eager = _upcast_eager if self.reorder_and_upcast_attn else stock.eager_attention_forward
         output, weights = attend(self, eager, query, key, value, attention_mask, **kwargs)
-        output = self.c_proj(output.reshape(*output.shape[:-2], -1).contiguous())
-        return self.resid_dropout(output), weights
+        return self.resid_dropout(self.project_output(self.c_proj, output)), weights
 
 
 class GrowableGPT2CrossAttention(GrowableGPT2Attention):
@@ -81,7 +80,7 @@ class GrowableGPT2CrossAttention(GrowableGPT2Attention):
         output_attentions: bool | None = False,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        query = self.q_attn(hidden_states)
+        query = self._states("query", self.q_attn(hidden_states), hidden_states)
         # Keys and values of the encoder's states are computed once per generation.
         caching = isinstance(past_key_values, EncoderDecoderCache)
         if caching and past_key_values.is_updated.get(self.layer_idx):
@@ -89,7 +88,8 @@ class GrowableGPT2CrossAttention(GrowableGPT2Attention):
             key, value = layer.keys, layer.values
         else:
             key, value = self.c_attn(encoder_hidden_states).split(self.split_size, dim=2)
-            key, value = self._heads(key, self.query_key_dim), self._heads(value, self.value_dim)
+            key = self._states("key", key, encoder_hidden_states)
+            value = self._states("value", value, encoder_hidden_states)
             if caching:
                 key, value = past_key_values.cross_attention_cache.update(key, value, self.layer_idx)
                 past_key_values.is_updated[self.layer_idx] = True
@@ -100,7 +100,7 @@ class GrowableGPT2(GrowableModel):
     config_class = GrowableGPT2Config
     stock_config_class = GPT2Config
     attention_classes = {stock.GPT2Attention: GrowableGPT2Attention}
-    code_files = ("growable_attention.py", "growable_model.py", "modeling_growable_gpt2.py")
+    code_files = (*COMMON_FILES, "modeling_growable_gpt2.py")
 
     @classmethod
     def attention_class(cls, module: Any) -> Any:

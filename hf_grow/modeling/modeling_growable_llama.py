@@ -3,7 +3,7 @@
 from transformers.models.llama import modeling_llama as stock
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-from .growable_model import GrowableConfig, GrowableModel
+from .growable_model import COMMON_FILES, GrowableConfig, GrowableModel
 from .growable_rotary import GrowableRotaryAttention
 
 
@@ -21,7 +21,7 @@ class GrowableLlama(GrowableModel):
     config_class = GrowableLlamaConfig
     stock_config_class = LlamaConfig
     attention_classes = {stock.LlamaAttention: GrowableLlamaAttention}
-    code_files = ("growable_attention.py", "growable_model.py", "growable_rotary.py", "modeling_growable_llama.py")
+    code_files = (*COMMON_FILES, "growable_rotary.py", "modeling_growable_llama.py")
 
 
 class GrowableLlamaModel(GrowableLlama, stock.LlamaModel):

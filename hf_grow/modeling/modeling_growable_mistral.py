@@ -3,7 +3,7 @@
 from transformers.models.mistral import modeling_mistral as stock
 from transformers.models.mistral.configuration_mistral import MistralConfig
 
-from .growable_model import GrowableConfig, GrowableModel
+from .growable_model import COMMON_FILES, GrowableConfig, GrowableModel
 from .growable_rotary import GrowableRotaryAttention
 
 
@@ -24,7 +24,7 @@ class GrowableMistral(GrowableModel):
     config_class = GrowableMistralConfig
     stock_config_class = MistralConfig
     attention_classes = {stock.MistralAttention: GrowableMistralAttention}
-    code_files = ("growable_attention.py", "growable_model.py", "growable_rotary.py", "modeling_growable_mistral.py")
+    code_files = (*COMMON_FILES, "growable_rotary.py", "modeling_growable_mistral.py")
 
 
 class GrowableMistralModel(GrowableMistral, stock.MistralModel):

@@ -3,7 +3,7 @@
 from transformers.models.qwen2 import modeling_qwen2 as stock
 from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 
-from .growable_model import GrowableConfig, GrowableModel
+from .growable_model import COMMON_FILES, GrowableConfig, GrowableModel
 from .growable_rotary import GrowableRotaryAttention
 
 
@@ -24,7 +24,7 @@ class GrowableQwen2(GrowableModel):
     config_class = GrowableQwen2Config
     stock_config_class = Qwen2Config
     attention_classes = {stock.Qwen2Attention: GrowableQwen2Attention}
-    code_files = ("growable_attention.py", "growable_model.py", "growable_rotary.py", "modeling_growable_qwen2.py")
+    code_files = (*COMMON_FILES, "growable_rotary.py", "modeling_growable_qwen2.py")
 
 
 class GrowableQwen2Model(GrowableQwen2, stock.Qwen2Model):

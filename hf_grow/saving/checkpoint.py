@@ -16,11 +16,12 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_grow.errors import HfGrowError
 from hf_grow.files import check_out_folder, clear_errors, first_line, replacing
-from hf_grow.modeling.growable_model import hub_arguments, read_history
+from hf_grow.modeling.growable_model import hub_arguments, read_history, take_history
 from hf_grow.saving.growth_file import GROWTH_FOLDER, LORA_FOLDER, is_growth_folder, read_growth
 from hf_grow.saving.model_card import write_model_card
 from hf_grow.surgery.base import has_adapters, without_adapters
 from hf_grow.surgery.families import FAMILIES, family_of
+from hf_grow.surgery.forms import merged_copy
 from hf_grow.surgery.patch import require_growable
 
 
@@ -35,15 +36,17 @@ def save_grown(
 ) -> Path:
     """Write a grown model, its code, history and card (and tokenizer) to a folder that appears all at once.
 
+    Attached growth that is active is merged into what is written; the model itself stays as it is.
     `extras` may write more files into that folder before it gets its name.
     """
     _require_growable(model)
     folder = check_out_folder(path, overwrite)
+    whole = model if model.active_growth is None else merged_copy(model)
     with replacing(folder) as aside:
-        model.save_pretrained(aside, max_shard_size=max_shard_size)
+        whole.save_pretrained(aside, max_shard_size=max_shard_size)
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
-        write_model_card(model, aside)
+        write_model_card(whole, aside)
         if extras is not None:
             extras(aside)
     return folder
@@ -94,7 +97,7 @@ def inspect_checkpoint(path: str | os.PathLike) -> dict:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             model = growable_class(config)
-        model.config.growth_history = read_history(folder) or model.config.growth_history
+        take_history(model.config, read_history(folder) or model.config.growth_history)
         _check_weights(folder, model)
     return model.growth_summary()
 

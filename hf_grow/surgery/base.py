@@ -3,14 +3,15 @@
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
-import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_grow.files import digest
+from hf_grow.modeling.attached_growth import AttachedGrowth
 from hf_grow.modeling.growable_attention import AttentionSite, attention_sites, in_rows
-from hf_grow.surgery.blocks import leading, read_blocks, write_blocks
+from hf_grow.surgery.blocks import leading, own_blocks, write_blocks
+from hf_grow.surgery.quantized import values
 
 # Stock or growable, also where PEFT has wrapped it.
 Model: TypeAlias = PreTrainedModel | PeftModel
@@ -19,30 +20,12 @@ WRAPPED = ("base_layer", "original_module")
 
 
 def base_parts(site: AttentionSite) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """The parameters of an attention module, each with what it would be without growth."""
-    blocks = {role: leading(block, role, site.attention.base_dims) for role, block in read_blocks(site).items()}
+    """The parameters of an attention module's projections, each with what it would be without merged growth."""
+    blocks = {role: leading(block, role, site.attention.base_dims) for role, block in own_blocks(site).items()}
     for projection, weight, bias in write_blocks(site, blocks):
         yield projection.weight, in_rows(projection, weight)
         if bias is not None:
             yield projection.bias, bias
-
-
-def new_entries(site: AttentionSite) -> Iterator[tuple[Any, str, Tensor]]:
-    """The parameters that growth widened, as projection and name, each with a mask of the entries that are new."""
-    masks = {}
-    for role, places in read_blocks(site, _all_true).items():
-        masks[role] = places.clone()
-        leading(masks[role], role, site.attention.base_dims).fill_(False)
-    for projection, weight, bias in write_blocks(site, masks):
-        if bool(weight.any()):
-            yield projection, "weight", in_rows(projection, weight)
-        if bias is not None and bool(bias.any()):
-            yield projection, "bias", bias
-
-
-def _all_true(parameter: Tensor) -> Tensor:
-    # Plain also where the parameter is sharded.
-    return torch.ones(parameter.shape, dtype=torch.bool, device=parameter.device)
 
 
 def without_adapters(model: Model) -> Any:
@@ -55,36 +38,82 @@ def has_adapters(model: nn.Module) -> bool:
     return any(inside in module._modules for module in model.modules() for inside in WRAPPED)
 
 
-def has_grown(model: PreTrainedModel) -> bool:
-    """Whether any attention module has other sizes than its base."""
-    return any(site.attention.dims != site.attention.base_dims for site in attention_sites(model))
+def has_merged_growth(model: nn.Module) -> bool:
+    """Whether the projections of any attention module have other sizes than their base."""
+    return any(site.attention.own_dims != site.attention.base_dims for site in attention_sites(model))
+
+
+def has_grown(model: nn.Module) -> bool:
+    """Whether a model has growth, attached and active, or merged."""
+    return has_merged_growth(model) or any(site.growth is not None for site in attention_sites(model))
+
+
+def growth_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of the attached growth that is active, for a group of their own in an optimizer."""
+    growths = [site.growth for site in attention_sites(model)]
+    return [parameter for growth in growths if growth is not None for parameter in growth.parameters()]
+
+
+def freeze_base(model: Model) -> Any:
+    """Let only the attached growth that is active learn, and adapters as they are; returns the same model."""
+    active = set(growth_parameters(model))
+    for _, parameter in (*base_parameters(model), *_attached_parameters(model)):
+        parameter.requires_grad_(parameter in active)
+        if parameter not in active:
+            # An optimizer would go on with a gradient from before.
+            parameter.grad = None
+    return model
 
 
 def base_hash(model: nn.Module, *, growth: bool = False) -> str | None:
     """A mark of all weights as they are without adapters and, unless with `growth`, without growth.
 
-    None where weights are not in memory.
+    Without attached growth but with growth that is merged, of the weights before that. None where weights are not in
+    memory.
     """
     model = without_adapters(model)
-    sites = [] if growth else attention_sites(model)
-    parts = {parameter: part for site in sites for parameter, part in base_parts(site)}
-    weights = {name: parts.get(parameter, parameter) for name, parameter in base_parameters(model)}
-    if any(values.device.type == "meta" for values in weights.values()):
+    attached = list(_attached_parameters(model))
+    sites = [] if growth or attached else attention_sites(model)
+    parts = {parameter: part for site in sites if _is_merged(site) for parameter, part in base_parts(site)}
+    weights = dict(base_parameters(model)) | (dict(attached) if growth else {})
+    for site in sites:
+        # Learnt by growth that is merged.
+        weights.pop(f"{site.name}.score_scale", None)
+    if any(parameter.device.type == "meta" for parameter in weights.values()):
         return None
-    named = ((f"{name} {values.dtype} {tuple(values.shape)}", values) for name, values in weights.items())
-    return digest(part for pair in named for part in pair)
+    owners = {id(parameter): (module, name) for module in model.modules() for name, parameter in _own(module)}
+    named = ((name, parts.get(weight, values(*owners[id(weight)]))) for name, weight in weights.items())
+    return digest(part for name, weight in named for part in (f"{name} {weight.dtype} {tuple(weight.shape)}", weight))
+
+
+def _is_merged(site: AttentionSite) -> bool:
+    return site.attention.own_dims != site.attention.base_dims
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, parameter) for name, parameter in module._parameters.items() if parameter is not None)
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that are not an adapter's, by the names they have without adapters."""
+    """The parameters that are neither an adapter's nor attached growth, by the names they have without adapters."""
     kept = [
         (f"{name}.", f"{name}.{inside}.")
         for name, module in model.named_modules()
         for inside in WRAPPED
         if inside in module._modules
     ]
+    attached = {name for name, _ in _attached_parameters(model)}
     for name, parameter in model.named_parameters():
+        if name in attached:
+            continue
         if all(name.startswith(inside) for wrapper, inside in kept if name.startswith(wrapper)):
             for wrapped in WRAPPED:
                 name = name.replace(f".{wrapped}.", ".")
             yield name, parameter
+
+
+def _attached_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of all attached growth, active or not, by name."""
+    for prefix, module in model.named_modules():
+        if isinstance(module, AttachedGrowth):
+            yield from ((f"{prefix}.{name}", parameter) for name, parameter in module.named_parameters())

@@ -5,7 +5,7 @@ over whole rows and columns instead; there a new row or column starts with the m
 would make its first steps far too long.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -49,18 +49,45 @@ class Replacement:
 
 
 @dataclass(frozen=True)
+class Added:
+    """A parameter that takes nobody's place, and the present one that it stands beside."""
+
+    parameter: nn.Parameter
+    beside: nn.Parameter | None
+
+
+@dataclass(frozen=True)
 class CarriedState:
     """New states, ready to be put into an optimizer; nothing in `apply` can fail."""
 
     optimizer: torch.optim.Optimizer
     replacements: Sequence[Replacement]
+    added: Sequence[Added]
     states: Mapping[nn.Parameter, State | None]
     summary: str
 
-    def apply(self) -> None:
-        """Put the new parameters and their states into the optimizer, in the places of the old ones."""
+    def apply(self, order: Iterable[nn.Parameter] = ()) -> None:
+        """Put the new parameters and their states into the optimizer, in the places of the old ones.
+
+        Where some were added, groups take the order of all of the model's: so a fresh optimizer would have them.
+        """
         pairs = {replacement.old: replacement.new for replacement in self.replacements}
         swap_parameters(self.optimizer, pairs, lambda new, _: self.states[new])
+        for each in self.added:
+            self._group_for(each)["params"].append(each.parameter)
+        places = {parameter: place for place, parameter in enumerate(order)}
+        for group in self.optimizer.param_groups if self.added else ():
+            group["params"].sort(key=lambda parameter: places.get(parameter, -1))
+
+    def _group_for(self, added: Added) -> dict[str, Any]:
+        """The group of what it stands beside; else one that holds its like, or in which its like would not decay."""
+        groups = self.optimizer.param_groups
+        like = [
+            lambda group: any(parameter is added.beside for parameter in group["params"]),
+            lambda group: any(parameter.ndim == added.parameter.ndim for parameter in group["params"]),
+            lambda group: added.parameter.ndim == 1 and not group.get("weight_decay"),
+        ]
+        return next((group for is_like in like for group in groups if is_like(group)), groups[0])
 
     def __str__(self) -> str:
         return self.summary
@@ -97,7 +124,18 @@ def swap_parameters(
             plain.state[new] = kept
 
 
-def carry_state(optimizer: torch.optim.Optimizer, replacements: Sequence[Replacement]) -> CarriedState:
+def drop_parameters(optimizer: torch.optim.Optimizer, gone: Collection[nn.Parameter]) -> None:
+    """Let an optimizer forget parameters."""
+    plain, gone = plain_optimizer(optimizer), set(gone)
+    for group in plain.param_groups:
+        group["params"][:] = [parameter for parameter in group["params"] if parameter not in gone]
+    for parameter in gone:
+        plain.state.pop(parameter, None)
+
+
+def carry_state(
+    optimizer: torch.optim.Optimizer, replacements: Sequence[Replacement], added: Sequence[Added] = ()
+) -> CarriedState:
     """What an optimizer needs to go on after these replacements; refused before anything changes if it cannot."""
     plain = plain_optimizer(optimizer)
     options = {parameter: group for group in plain.param_groups for parameter in group["params"]}
@@ -119,7 +157,8 @@ def carry_state(optimizer: torch.optim.Optimizer, replacements: Sequence[Replace
             replacement.new.grad = _entries(replacement, replacement.old.grad)
     outside = sum(each.old.requires_grad and each.old not in options for each in replacements)
     summary = _summary(plain, replacements) + (f"; {outside} that learn are not in the optimizer" if outside else "")
-    return CarriedState(plain, replacements, states, summary)
+    summary += f"; {len(added)} parameters are new" if added else ""
+    return CarriedState(plain, replacements, added, states, summary)
 
 
 def _summary(optimizer: torch.optim.Optimizer, replacements: Sequence[Replacement]) -> str:

@@ -6,7 +6,7 @@ import sys
 from types import MethodType
 from typing import Any, TypeVar
 
-import torch
+from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -14,11 +14,12 @@ from transformers.pytorch_utils import Conv1D
 from hf_grow.errors import HfGrowError
 from hf_grow.modeling.growable_attention import AttentionSite, attention_sites
 from hf_grow.modeling.growable_model import GrowableModel, adopt, own_config, set_model_class
+from hf_grow.surgery.base import without_adapters
 from hf_grow.surgery.families import family_of
+from hf_grow.surgery.quantized import is_plain, let_gradients_pass
 
 logger = logging.getLogger("hf_grow")
 
-WIDENABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Model = TypeVar("Model", bound=Any)
 
 
@@ -26,15 +27,19 @@ def make_growable(model: Model) -> Model:
     """Make every attention module of a transformers model growable and return the same model.
 
     Logits, state-dict keys, hooks, dtype, device and training mode stay as they are; the class and the config
-    become the growable ones, so that `save_pretrained` records what is grown later.
+    become the growable ones, so that `save_pretrained` records what is grown later. Quantised weights stay so, and a
+    model that PEFT has wrapped stays wrapped.
     """
+    if isinstance(model, PeftModel):
+        make_growable(without_adapters(model))
+        return model
     if isinstance(model, GrowableModel):
         logger.warning("This %s is growable already; nothing was changed.", type(model).__name__)
         return model
     if not isinstance(model, PreTrainedModel):
         raise HfGrowError(
             f"make_growable takes a transformers PreTrainedModel, not {type(model).__name__}. "
-            "Give it the model inside a wrapper, before PEFT, torch.compile or DDP."
+            "Give it the model inside a wrapper, before torch.compile or DDP."
         )
     family = family_of(model.config.model_type)
     if model.config.model_type == family.config_class.model_type:
@@ -51,6 +56,7 @@ def make_growable(model: Model) -> Model:
     set_model_class(model, growable_class)
     adopt(model)
     _rebind_wrapped_forwards(model)
+    let_gradients_pass(model)
     return model
 
 
@@ -70,21 +76,35 @@ def growable_sites(model: PreTrainedModel) -> list[AttentionSite]:
     return sites
 
 
-def check_widenable(name: str, projection: Any) -> None:
-    """Only plain float projections can take new columns."""
-    weight = getattr(projection, "weight", None)
-    plain = type(projection) in (nn.Linear, Conv1D) and type(weight) is nn.Parameter
-    if not plain or getattr(weight, "dtype", None) not in WIDENABLE_DTYPES:
-        raise HfGrowError(
-            f"{name} is a {type(projection).__name__} with {_describe(weight)} and cannot be widened. "
-            "Load the model without quantisation, or merge and unload its adapters first."
-        )
-
-
 def check_site(site: AttentionSite) -> None:
-    """All projections of an attention module can take new columns."""
+    """All projections of an attention module can take new columns themselves."""
     for path, roles in (*site.layout.inputs.items(), (site.layout.output, ("output",))):
-        check_widenable(f"The {'/'.join(roles)} projection of {site.name}", site.projection(path))
+        projection = site.projection(path)
+        if not is_plain(projection):
+            weight = getattr(projection, "weight", None)
+            raise HfGrowError(
+                f"The {'/'.join(roles)} projection of {site.name} is a {type(projection).__name__} with "
+                f"{_describe(weight)} and cannot be widened. Attach growth beside it, or load the model without "
+                "quantisation, or merge and unload its adapters first."
+            )
+
+
+def is_widenable(model: PreTrainedModel) -> bool:
+    """Whether all projections of attention can take new columns themselves, so that growth need not stay beside."""
+    paths = ((site, path) for site in attention_sites(model) for path in (*site.layout.inputs, site.layout.output))
+    return all(is_plain(site.projection(path)) for site, path in paths)
+
+
+def _check_projection(name: str, projection: Any, roles: tuple[str, ...]) -> None:
+    """Only linear projections, plain or quantised, are understood."""
+    weight = getattr(projection, "weight", None)
+    packed = isinstance(projection, (nn.Linear, Conv1D)) and type(weight) is not nn.Parameter
+    if not is_plain(projection) and not packed:
+        kind = f"{type(projection).__module__}.{type(projection).__name__}"
+        raise HfGrowError(
+            f"The {'/'.join(roles)} projection of {name} is a {kind} with {_describe(weight)}, beside which nothing "
+            "can grow: load the model without quantisation, or with one that transformers knows."
+        )
 
 
 def _describe(weight: Any) -> str:
@@ -99,7 +119,9 @@ def _check_stock_attention(model: PreTrainedModel, family: type[GrowableModel]) 
         raise HfGrowError(f"{type(model).__name__} has no stock attention module to make growable.")
     for name, module in modules:
         parent = model.get_submodule(name.rpartition(".")[0])
-        check_site(AttentionSite(name, module, parent, family.attention_class(module).layout))
+        site = AttentionSite(name, module, parent, family.attention_class(module).layout)
+        for projection, roles in site.projections():
+            _check_projection(name, projection, roles)
         wrapped = module.__dict__.get("_old_forward", module.__dict__.get("forward"))
         if wrapped is not None and getattr(wrapped, "__func__", None) is not type(module).forward:
             raise HfGrowError(

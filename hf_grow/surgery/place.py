@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from hf_grow.modeling.growable_attention import AttentionDims, AttentionSite, layer_entry, weight_rows
-from hf_grow.surgery.blocks import read_blocks
+from hf_grow.modeling.growable_attention import AttentionDims, AttentionSite, layer_entry, projection_size
+from hf_grow.surgery.blocks import effective, query_factors, read_blocks
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def place_of(site: AttentionSite) -> Place:
     """An attention module as it is now."""
     norms = {
         role: block.norm(dim=2 if role == "output" else 1).square().mean().sqrt()
-        for role, block in read_blocks(site).items()
+        for role, block in effective(read_blocks(site), query_factors(site)).items()
     }
     dims: AttentionDims = site.attention.dims
     return Place(
@@ -81,7 +81,7 @@ def input_sizes(site: AttentionSite) -> dict[str, int]:
     """
     sizes: dict[str, int] = {}
     for projection, roles in site.projections():
-        rows = weight_rows(projection)
-        size = rows.shape[0] if roles == ("output",) else rows.shape[1] + (projection.bias is not None)
+        outputs, inputs = projection_size(projection)
+        size = outputs if roles == ("output",) else inputs + (projection.bias is not None)
         sizes |= dict.fromkeys(roles, size)
     return sizes

@@ -3,29 +3,26 @@
 Weights have the shapes of `blocks`, and the bias, where the projection has one, is the last row.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_grow.errors import HfGrowError
 from hf_grow.fields import formerly
-from hf_grow.modeling.growable_attention import (
-    AttentionDims,
-    AttentionSite,
-    attention_sites,
-    in_rows,
-    install,
-    new_parameters,
-    weight_rows,
-)
+from hf_grow.modeling.growable_attention import AttentionDims, AttentionSite, attention_sites, projection_size
 from hf_grow.surgery.base import base_hash
-from hf_grow.surgery.blocks import Blocks, leading, read_blocks, write_blocks
-from hf_grow.surgery.optimizer_state import CarriedState, Replacement, carry_state
-from hf_grow.surgery.patch import check_site, require_growable
+from hf_grow.surgery.blocks import Blocks, read_blocks
+from hf_grow.surgery.change import Change
+from hf_grow.surgery.optimizer_state import CarriedState, carry_state
+from hf_grow.surgery.patch import is_widenable, require_growable
+
+# The name of attached growth that was given none.
+DEFAULT_NAME = "default"
 
 
 @formerly(kind="attention_type")
@@ -52,7 +49,7 @@ def widen_query_key(
     new = _new_blocks(site, blocks, {"query": query, "key": key}, positive(columns, "columns"), "key", generator)
     for role, block in new.items():
         blocks[role] = torch.cat((blocks[role], block), dim=2)
-    commit(model, [Change(site, blocks)], _event(site, "query_key_columns", columns), optimizer)
+    _commit_one(model, site, blocks, _event(site, "query_key_columns", columns), optimizer)
 
 
 @formerly(kind="attention_type")
@@ -80,7 +77,7 @@ def widen_value(
     new = _new_blocks(site, blocks, given, positive(columns, "columns"), "output", generator)
     blocks["value"] = torch.cat((blocks["value"], new["value"]), dim=2)
     blocks["output"] = torch.cat((blocks["output"], new["output"]), dim=1)
-    commit(model, [Change(site, blocks)], _event(site, "value_columns", columns), optimizer)
+    _commit_one(model, site, blocks, _event(site, "value_columns", columns), optimizer)
 
 
 @formerly(kind="attention_type")
@@ -110,7 +107,7 @@ def add_heads(
     new = _new_blocks(site, blocks, given, None, "output", generator, heads=positive(heads, "heads"))
     for role, block in new.items():
         blocks[role] = torch.cat((blocks[role], block), dim=0)
-    commit(model, [Change(site, blocks)], _event(site, "heads", heads), optimizer)
+    _commit_one(model, site, blocks, _event(site, "heads", heads), optimizer)
 
 
 @formerly(kind="attention_type")
@@ -127,18 +124,25 @@ def drop_query_key(
     """Remove the query/key columns with these indices from every head of a layer. Rotated columns must stay."""
     site = find_site(model, layer, attention_type)
     dims, rotary = site.attention.dims, site.attention.rotary_dim
+    attached = attachment_name(model, None)
     if not isinstance(columns, Iterable):
         raise HfGrowError(f"columns must be a list of column numbers, not {columns!r}.")
     dropped = {_column_index(index, dims.qk_head_dim) for index in columns}
     if any(index < rotary for index in dropped):
         raise HfGrowError(f"The first {rotary} query/key columns of {site.name} are rotated and cannot be dropped.")
+    own = site.attention.own_dims.qk_head_dim
+    if attached is not None and any(index < own for index in dropped):
+        raise HfGrowError(
+            f"Of {site.name} only columns of attached growth can be dropped, those from {own} on: merge_growth(model) "
+            "first."
+        )
     kept = [index for index in range(dims.qk_head_dim) if index not in dropped]
     if not dropped or not kept:
         raise HfGrowError(f"Name some, but not all, of the {dims.qk_head_dim} query/key columns of {site.name}.")
     blocks = read_blocks(site)
     for role in ("query", "key"):
         blocks[role] = blocks[role][:, :, kept]
-    change = Change(site, blocks, kept_columns=tuple(kept))
+    change = Change(site, blocks, attach=attached, kept_columns=tuple(kept))
     commit(model, [change], _event(site, "query_key_columns", -len(dropped)), optimizer)
 
 
@@ -150,84 +154,54 @@ def find_site(model: PreTrainedModel, layer: int, attention_type: str = "self") 
     sites = [site for site in attention_sites(model) if site.attention_type == attention_type]
     for site in sites:
         if isinstance(layer, int) and not isinstance(layer, bool) and site.layer == layer:
-            check_site(site)
-            _check_not_offloaded(site)
+            check_whole(site)
             return site
     raise HfGrowError(
         f"There is no {attention_type}-attention in layer {layer!r}: the model has {len(sites)} such layers."
     )
 
 
-@dataclass(frozen=True)
-class Change:
-    """New weights for one attention module; its sizes follow from their shapes.
+def attachment_name(model: Any, attach: bool | str | None) -> str | None:
+    """The name under which growth is attached beside the projections; None where it is put into them.
 
-    Present entries stay in front. Where they do not: `kept_columns` are the query/key columns that stay, `remade` are
-    the roles in which every weight is another, and of `kept` sizes is the leading part that stays. `scaling` is the new
-    softmax scale where it changes.
+    `attach` is whether it is to be attached, or under which name. None: if there is attached growth already, or if the
+    projections cannot take it, being quantised or under an adapter.
     """
-
-    site: AttentionSite
-    blocks: Blocks
-    kept_columns: tuple[int, ...] | None = None
-    remade: tuple[str, ...] = ()
-    kept: AttentionDims | None = None
-    scaling: float | None = None
-
-    @property
-    def dims(self) -> AttentionDims:
-        """The sizes after the change."""
-        query, value = self.blocks["query"], self.blocks["value"]
-        scaling = self.site.attention.scaling if self.scaling is None else self.scaling
-        return AttentionDims(query.shape[0], self.blocks["key"].shape[0], query.shape[2], value.shape[2], scaling)
-
-    def replacements(self) -> Iterator[tuple[Any, dict[str, Replacement]]]:
-        """Each projection that changes, with what takes the place of its parameters."""
-        origins = write_blocks(self.site, self._origins())
-        written = write_blocks(self.site, self.blocks)
-        for (projection, weight, bias), (_, weight_origin, bias_origin) in zip(written, origins, strict=True):
-            if weight.shape == weight_rows(projection).shape and _same(projection, weight, bias):
-                continue
-            if weight.device.type != "meta" and not bool(torch.isfinite(weight).all()):
-                raise HfGrowError(f"The new weights of {self.site.name} would not be finite; nothing was changed.")
-            new = new_parameters(projection, weight, bias)
-            lines = _lines(in_rows(projection, weight_origin), projection.weight.shape[1])
-            parameters = {"weight": Replacement(projection.weight, new["weight"], lines)}
-            if bias_origin is not None:
-                parameters["bias"] = Replacement(projection.bias, new["bias"], (bias_origin.clone(),))
-            yield projection, parameters
-
-    def _origins(self) -> Blocks:
-        """For each entry of the new weights, the place of the present one it continues; -1 for a new one."""
-        present = read_blocks(self.site, _places)
-        origins: Blocks = {}
-        for role, block in self.blocks.items():
-            origins[role] = torch.full(block.shape, -1, device=block.device)
-            if role in self.remade:
-                continue
-            kept = present[role] if self.kept is None else leading(present[role], role, self.kept)
-            if role in ("query", "key") and self.kept_columns is not None:
-                kept = kept[:, :, list(self.kept_columns)]
-            heads, rows, columns = kept.shape
-            origins[role][:heads, :rows, :columns] = kept
-        return origins
+    active, known = model.active_growth, model.config.growths
+    if active is not None and attach is False:
+        raise HfGrowError(
+            f"The model has attached growth ({active!r}), beside which nothing is widened: merge it first."
+        )
+    if active is None and known and not (isinstance(attach, str) and attach not in known):
+        raise HfGrowError(
+            f"Growth is attached ({', '.join(known)}) but none of it is active: call model.set_growth(name) first, or "
+            "attach more under another name."
+        )
+    if isinstance(attach, str):
+        if attach != active and active is not None:
+            raise HfGrowError(
+                f"The growth {active!r} is active: call model.set_growth(None) before another one begins."
+            )
+        return check_name(attach)
+    wanted = (active is not None or not is_widenable(model)) if attach is None else attach
+    return (active or DEFAULT_NAME) if wanted else None
 
 
-def _places(parameter: torch.Tensor) -> torch.Tensor:
-    """The number of every entry."""
-    return torch.arange(parameter.numel(), device=parameter.device).view(parameter.shape)
+def check_name(name: Any) -> str:
+    """Refuse a name under which no growth can be attached: it becomes part of the names of parameters."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        raise HfGrowError(f"Growth is named by letters, digits, _ and -, not {name!r}.")
+    return name
 
 
-def _lines(origin: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """From the old place of every entry of a matrix to the old row of every row and the old column of every column."""
-    rows, places = origin.amax(1) // columns, origin.amax(0)
-    return rows, torch.where(places >= 0, places % columns, -1)
-
-
-def _same(projection: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    if weight.device.type == "meta":
-        return True
-    return torch.equal(weight, weight_rows(projection)) and (bias is None or torch.equal(bias, projection.bias))
+def _commit_one(
+    model: PreTrainedModel,
+    site: AttentionSite,
+    blocks: Blocks,
+    event: dict[str, Any],
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
+    commit(model, [Change(site, blocks, attach=attachment_name(model, None))], event, optimizer)
 
 
 @torch.inference_mode(False)
@@ -242,25 +216,38 @@ def commit(
 
     An optimizer goes on with the new parameters in the places of the old ones.
     """
-    sizes = [change.dims for change in changes]
-    ready = [pair for change in changes for pair in change.replacements()]
-    replaced = [replacement for _, parameters in ready for replacement in parameters.values()]
-    carried = None if optimizer is None else carry_state(optimizer, replaced)
-    versions = {name: version(name) for name in ("hf-grow", "torch", "transformers")}
-    first = event is not None and model.growth_history.get("base_hash") is None
-    base = base_hash(model) if first else None
-    for projection, parameters in ready:
-        install(projection, {name: replacement.new for name, replacement in parameters.items()})
-    for change, dims in zip(changes, sizes, strict=True):
-        change.site.attention.set_dims(dims)
+    ready = [change.prepared() for change in changes]
+    replaced = [replacement for edit in ready for replacement in edit.replacements]
+    added = [parameter for edit in ready for parameter in edit.added]
+    carried = None if optimizer is None else carry_state(optimizer, replaced, added)
+    attached = next((change.attach for change in changes if change.attach is not None), None)
+    history = _history(model, attached, event)
+    for edit in ready:
+        edit.apply()
+    if attached is not None:
+        model.config.growths[attached] = history
+        model.set_growth(attached)
+    else:
+        model.config.growth_history = history
     if carried is not None:
-        carried.apply()
+        carried.apply(model.parameters() if added else ())
     model.config.record(attention_sites(model))
-    if first:
-        model.growth_history["base_hash"] = base
-    if event is not None:
-        model.growth_history["events"].append({**event, "versions": versions})
     return carried
+
+
+def _history(model: Any, attached: str | None, event: dict[str, Any] | None) -> dict[str, Any]:
+    """The history of a model, or of growth that is attached to it, with one event more."""
+    history = model.config.growth_history
+    if attached is not None:
+        # Of growth of its own: what the base went through before is the base's.
+        history = model.config.growths.get(attached, {**history, "base_hash": None, "events": []})
+    if event is None:
+        return history
+    versions = {name: version(name) for name in ("hf-grow", "torch", "transformers")}
+    # What growth is attached to are the projections as they are, with any growth that is merged into them.
+    whole = attached is not None and not model.config.growths
+    base = history.get("base_hash") or base_hash(model, growth=whole)
+    return {**history, "base_hash": base, "events": [*history["events"], {**event, "versions": versions}]}
 
 
 def _event(site: AttentionSite, what: str, count: int) -> dict[str, Any]:
@@ -328,7 +315,7 @@ def _random_like(
 def _input_features(site: AttentionSite, role: str) -> int:
     for projection, roles in site.projections():
         if role in roles:
-            return weight_rows(projection).shape[1]
+            return projection_size(projection)[1]
     raise AssertionError(role)
 
 
@@ -344,10 +331,13 @@ def _refuse_dead_saddle(site: AttentionSite, new: Blocks, given: dict[str, torch
             )
 
 
-def _check_not_offloaded(site: AttentionSite) -> None:
+def check_whole(site: AttentionSite) -> None:
+    """Refuse weights that are not all in one place."""
     hooked = [module for module, _ in site.projections() if hasattr(module, "_hf_hook")]
     if any(module.weight.device.type == "meta" for module in hooked):
         raise HfGrowError(f"The weights of {site.name} are offloaded; load the model without offloading to grow it.")
+    if any(isinstance(parameter, DTensor) for module, _ in site.projections() for parameter in module.parameters()):
+        raise HfGrowError(f"The weights of {site.name} are sharded; change the model before it is sharded.")
 
 
 def positive(size: Any, name: str) -> int:

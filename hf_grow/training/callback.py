@@ -4,6 +4,7 @@ import copy
 import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from hf_grow.errors import HfGrowError
-from hf_grow.fields import completed, from_dict, one_of, require, to_dict
+from hf_grow.fields import completed, from_dict, gone, one_of, require, to_dict
 from hf_grow.growth.config import GrowthConfig
 from hf_grow.growth.report import GrowthReport
 from hf_grow.measuring.config import CollectConfig
@@ -20,19 +21,21 @@ from hf_grow.modeling.growable_attention import attention_sites
 from hf_grow.modeling.growable_model import GrowableModel
 from hf_grow.running.batches import Batch, read_batches
 from hf_grow.running.passes import Passes
-from hf_grow.surgery.base import has_grown
-from hf_grow.surgery.optimizer_state import plain_optimizer
+from hf_grow.surgery.base import freeze_base, growth_parameters, has_grown
+from hf_grow.surgery.optimizer_state import drop_parameters, plain_optimizer
 from hf_grow.surgery.patch import make_growable
 from hf_grow.training.checks import labelled
+from hf_grow.training.config import OWN_RATE, TRAIN
 from hf_grow.training.distributed import LaunchedProcesses, rewrap, wrappers_of
 from hf_grow.training.feed import random_numbers
-from hf_grow.training.new_weights import TRAIN, NewWeightsOfRun
 from hf_grow.training.resume import WatchedModel
 from hf_grow.training.schedule import GrowthSchedule, GrowthState, check_first_event, check_steps, grow_on_schedule
+from hf_grow.training.setup import let_growth_learn, separate_growth
 
 logger = logging.getLogger("hf_grow")
 
 
+@gone(OWN_RATE, learning_rate_multiplier=1.0)
 class GrowthCallback(TrainerCallback, ExportableState):
     """Grows the model of a transformers Trainer when a schedule says so; optimizer and learning rate go on.
 
@@ -40,8 +43,8 @@ class GrowthCallback(TrainerCallback, ExportableState):
     collect                   how to measure where growth helps
     batches                   what to measure on, on each process its own, for all events; by default sequences drawn
                               from the training set, others at every event
-    train                     "all", or "new": only what growth added learns; it must grow before the first step then
-    learning_rate_multiplier  new weights move this much further in every step
+    train                     "all", or "new": only what growth adds beside a frozen base learns; it must grow before
+                              the first step then
 
     Give it to the Trainer's `callbacks`; then `resume_from_checkpoint` works on the model that the run began with, from
     checkpoints in the Trainer's `output_dir`, unless it makes its model by `model_init`.
@@ -56,7 +59,6 @@ class GrowthCallback(TrainerCallback, ExportableState):
         collect: CollectConfig | None = None,
         batches: Iterable[Batch] | None = None,
         train: str = "all",
-        learning_rate_multiplier: float = 1.0,
     ) -> None:
         one_of("train", train, TRAIN)
         self.growth: GrowthConfig = _config(growth, GrowthConfig)
@@ -68,13 +70,14 @@ class GrowthCallback(TrainerCallback, ExportableState):
             raise HfGrowError(
                 f"train='new' keeps the base as it is, which strategy='{self.growth.strategy}' would change."
             )
-        self.batches, self.train, self.learning_rate_multiplier = batches, train, learning_rate_multiplier
+        if train == "new":
+            self.growth = replace(self.growth, attach=self.growth.attach or True)
+        self.batches, self.train = batches, train
         self.progress = GrowthState(self.schedule)
         self.reports: list[GrowthReport] = []
         self._saved: dict[str, Any] = {}
         self._training = False
         self._watched: WatchedModel | None = None
-        self._new_weights = NewWeightsOfRun(train=train, learning_rate_multiplier=learning_rate_multiplier)
 
     def state(self) -> dict[str, Any]:
         """What the Trainer writes into trainer_state.json."""
@@ -83,7 +86,6 @@ class GrowthCallback(TrainerCallback, ExportableState):
             "schedule": to_dict(self.schedule),
             "collect": None if self.collect is None else to_dict(self.collect),
             "train": self.train,
-            "learning_rate_multiplier": self.learning_rate_multiplier,
         }
         saved = {"progress": self.progress.to_dict(), "own_batches": self.batches is not None}
         if self._watched is not None:
@@ -94,17 +96,17 @@ class GrowthCallback(TrainerCallback, ExportableState):
         """Refuse what cannot grow; make the model growable, and ready to take the sizes of a checkpoint."""
         self._make_ready(args, kwargs["model"])
         if self.train == "new":
-            # The optimizer will be made of what learns now; what is to stay gets frozen after the first growth.
-            for site in attention_sites(kwargs["model"]):
-                for projection, _ in site.projections():
-                    projection.requires_grad_(True)
+            separate_growth(kwargs["model"])
+            freeze_base(kwargs["model"])
+            if not has_grown(kwargs["model"]):
+                # Optimizers and wrappers are made of what learns now; it gets frozen when there is growth.
+                attention_sites(kwargs["model"])[0].attention.requires_grad_(True)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Go on where a checkpoint left off, check all that can be, and grow if that is due before the first step."""
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         watched = self._make_ready(args, model)
         self._restore(state, model)
-        self._new_weights.let_go()
         if watched.exchange(optimizer):
             self._rewrap(model)
         self._check_run(args, state, model, optimizer, kwargs["train_dataloader"])
@@ -139,7 +141,6 @@ class GrowthCallback(TrainerCallback, ExportableState):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Let the optimizer be as it is."""
         self._training = False
-        self._new_weights.let_go()
 
     def _make_ready(self, args: Any, model: PreTrainedModel) -> WatchedModel:
         _check_supported(args, model)
@@ -148,7 +149,8 @@ class GrowthCallback(TrainerCallback, ExportableState):
         if not isinstance(model, GrowableModel):
             make_growable(model)
         if self._watched is None or self._watched.model is not model:
-            self._watched = WatchedModel.watch(model, args.resume_from_checkpoint, args.output_dir)
+            folders = (args.resume_from_checkpoint, args.output_dir)
+            self._watched = WatchedModel.watch(model, *folders, freezes=self.train == "new")
         return self._watched
 
     def _restore(self, state: Any, model: PreTrainedModel) -> None:
@@ -215,11 +217,12 @@ class GrowthCallback(TrainerCallback, ExportableState):
         return True
 
     def _follow(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-        """Let new weights learn as they should; refused where the optimizer does not have them."""
-        self._new_weights.follow(model, optimizer)
+        """With train="new", let growth alone learn; refused where the optimizer does not have it."""
         if self.train == "new":
+            let_growth_learn(model)
+            drop_parameters(optimizer, [parameter for parameter in model.parameters() if not parameter.requires_grad])
             held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-            if not held.issuperset(self._new_weights.parameters()):
+            if not held.issuperset(growth_parameters(model)):
                 raise HfGrowError(
                     "The optimizer lacks what is to learn: give the callback to the Trainer's callbacks=[…]."
                 )
@@ -257,7 +260,10 @@ def _config(value: Any, cls: type) -> Any:
 
 def _arguments(entry: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a callback that a Trainer has saved; its growth perhaps with fields of other names."""
-    return entry["args"] | {"growth": completed(GrowthConfig, entry["args"]["growth"])}
+    arguments = {
+        name: value for name, value in entry["args"].items() if (name, value) != ("learning_rate_multiplier", 1.0)
+    }
+    return arguments | {"growth": completed(GrowthConfig, arguments["growth"])}
 
 
 def _check_supported(args: Any, model: PreTrainedModel) -> None:

@@ -17,7 +17,8 @@ from hf_grow.modeling.growable_attention import attention_sites
 from hf_grow.modeling.growable_model import GrowableModel
 from hf_grow.running.batches import Batch
 from hf_grow.running.passes import Passes
-from hf_grow.surgery.base import Model, has_adapters, has_grown
+from hf_grow.surgery.base import Model, has_adapters, has_grown, without_adapters
+from hf_grow.surgery.structure import attachment_name
 from hf_grow.training.config import TrainConfig
 from hf_grow.training.schedule import GrowthSchedule, check_first_event, check_steps
 
@@ -81,14 +82,14 @@ def check_schedule(
         if config.train == "new" and not has_grown(model):
             raise HfGrowError("train='new' needs something new: grow the model first, or at step 0.")
         return
-    if has_adapters(model):
-        raise HfGrowError("A model with live adapters cannot grow: grow it before PEFT wraps it, or merge them.")
+    model = without_adapters(model)
     check_first_event(model, growth, schedule)
     check_steps(schedule, config.steps)
     if schedule.plateau is not None and (config.eval_every is None or not evaluates):
         raise HfGrowError("Growth on a plateau needs evaluations on the way: give eval_every and eval_rows.")
     projections = [projection for site in attention_sites(model) for projection, _ in site.projections()]
-    if config.train == "all" and not any(projection.weight.requires_grad for projection in projections):
+    merges = config.train == "all" and attachment_name(model, growth.attach) is None
+    if merges and not any(projection.weight.requires_grad for projection in projections):
         raise HfGrowError("The attention projections are frozen, so growth would never learn: use train='new'.")
     if config.train == "new":
         if growth.strategy != "append":

@@ -8,9 +8,9 @@ import torch
 from transformers import SchedulerType
 
 from hf_grow.errors import HfGrowError
-from hf_grow.fields import former_attributes, is_number, one_of, to_dict, warn_renamed, whole
-from hf_grow.training.new_weights import TRAIN
+from hf_grow.fields import former_attributes, gone, is_number, one_of, to_dict, warn_renamed, whole
 
+TRAIN = ("all", "new")
 PRECISIONS = ("no", "bf16", "fp16")
 OPTIMIZERS = ("adamw", "sgd", "adafactor")
 # Of transformers' learning-rate schedules, those that need no more than a warm-up and an end.
@@ -19,6 +19,10 @@ LR_SCHEDULES = ("linear", "cosine", "constant_with_warmup", "constant")
 FREE_ON_RESUME = ("steps", "eval_every", "save_every", "log_every", "keep", "tracker", "batch_size", "accumulation")
 
 
+OWN_RATE = "give growth_parameters(model) a group of their own in the optimizer."
+
+
+@gone(OWN_RATE, new_learning_rate_multiplier=1.0)
 @former_attributes(scheduler_type="lr_scheduler_type")
 @dataclass(frozen=True)
 class TrainConfig:
@@ -37,10 +41,8 @@ class TrainConfig:
     clip                    largest norm of the gradient; 0 on the command line, in Python None, for any
     precision               "no"; "bf16" and "fp16": autocast
     gradient_checkpointing  less memory, more time
-    train                   "all" weights, or only "new" columns and heads (and adapters) with the base untouched
-    new_learning_rate_multiplier
-                            new columns and heads step this much further. One, as they have the size of the old ones
-                            and an optimizer state that starts at zero, which already lengthens AdamW's first steps
+    train                   "all" weights, or only "new" columns and heads (and adapters), attached beside a base that
+                            is frozen
     eval_every              steps between evaluations; None: at the end only
     log_every               steps between entries of the history
     save_every              steps between checkpoints; None: at the end only
@@ -62,7 +64,6 @@ class TrainConfig:
     precision: str = "no"
     gradient_checkpointing: bool = False
     train: str = "all"
-    new_learning_rate_multiplier: float = 1.0
     eval_every: int | None = None
     log_every: int = 10
     save_every: int | None = None
@@ -83,7 +84,7 @@ class TrainConfig:
         for name in ("eval_every", "save_every"):
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), 1)
-        for name in ("learning_rate", "new_learning_rate_multiplier", "clip"):
+        for name in ("learning_rate", "clip"):
             value = getattr(self, name)
             if (value is not None or name != "clip") and not (is_number(value) and value > 0):
                 raise HfGrowError(f"{name} must be a positive number, not {value!r}.")

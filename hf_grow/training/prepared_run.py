@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_grow.errors import HfGrowError
 from hf_grow.fields import to_dict
 from hf_grow.growth.config import GrowthConfig
+from hf_grow.growth.report import GrowthReport
 from hf_grow.measuring.config import CollectConfig
 from hf_grow.running.batches import Batch
 from hf_grow.running.passes import Passes
@@ -20,7 +21,7 @@ from hf_grow.training.checks import check_batches, check_length, check_model, ch
 from hf_grow.training.config import FREE_ON_RESUME, TrainConfig
 from hf_grow.training.feed import Feed
 from hf_grow.training.run_state import RunState, load_run
-from hf_grow.training.schedule import GrowthSchedule, GrowthState
+from hf_grow.training.schedule import GrowthSchedule, GrowthState, grow_on_schedule
 from hf_grow.training.sharding import reshard
 from hf_grow.training.wrapping import Shard
 
@@ -85,6 +86,23 @@ class PreparedRun:
             loss = Passes(without_adapters(model), accelerator).loss(self.eval_batches)
         reshard(model)
         return loss
+
+    def grow(
+        self, model: Any, events: GrowthState, step: int, optimizer: torch.optim.Optimizer | None
+    ) -> GrowthReport | None:
+        """Grow now, on sequences of the training data; None where there is no room or nothing to gain."""
+        assert self.growth is not None
+        sample = self.feed.sample(events.schedule.sequences, step)
+        return grow_on_schedule(
+            model,
+            labelled(model, sample) or sample,
+            replace(self.growth, attach=self.growth.attach or True) if self.config.train == "new" else self.growth,
+            events,
+            step,
+            collect=self.collect,
+            optimizer=optimizer,
+            accelerator=self.accelerator,
+        )
 
     def at_first_step(self, model: PreTrainedModel) -> "Start":
         """The beginning, with a model as it was given."""

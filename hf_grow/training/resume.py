@@ -16,8 +16,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_grow.errors import HfGrowError
+from hf_grow.modeling.attached_growth import SCALE, attached_shapes
 from hf_grow.modeling.growable_attention import in_rows
-from hf_grow.modeling.growable_model import projection_shapes, read_history, recorded_sizes, resize
+from hf_grow.modeling.growable_model import (
+    entries,
+    projection_shapes,
+    read_history,
+    recorded_growths,
+    recorded_sizes,
+    resize,
+    take_history,
+)
+from hf_grow.surgery.base import freeze_base
 from hf_grow.surgery.optimizer_state import State, swap_parameters
 
 Shapes = dict[str, tuple[int, ...]]
@@ -30,33 +40,44 @@ class SizesFromCheckpoint:
     give way, each with the one that took its place; whoever has them in an optimizer must exchange them.
     """
 
-    def __init__(self, *folders: str | Path | None) -> None:
+    def __init__(self, *folders: str | Path | None, freezes: bool = False) -> None:
         self.folders = [Path(folder).resolve() for folder in folders if folder]
+        self.freezes = freezes
         self.replaced: list[tuple[nn.Parameter, nn.Parameter]] = []
 
     def __call__(self, model: PreTrainedModel, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
         """Resize the model where the incoming weights are of other sizes than its own."""
-        present = {name: parameter for name, parameter in model.named_parameters() if prefix + name in state_dict}
-        incoming = {name: tuple(state_dict[prefix + name].shape) for name in present}
-        other = {name for name, parameter in present.items() if tuple(parameter.shape) != incoming[name]}
-        own_sizes = _attention_shapes(model, model.config.hf_grow)
-        if not other or not other <= own_sizes.keys():
+        incoming = {
+            name.removeprefix(prefix): tuple(value.shape)
+            for name, value in state_dict.items()
+            if name.startswith(prefix)
+        }
+        own = _attention_shapes(model, model.config.hf_grow)
+        present = dict(model.named_parameters())
+        attention = {name: shape for name, shape in incoming.items() if name in own or _is_growth(name)}
+        others = {name for name, shape in incoming.items() if name in present and tuple(present[name].shape) != shape}
+        # Of a sharded checkpoint only a part comes at a time.
+        whole = all(name in attention for name in own if not _is_growth(name))
+        if _fits(attention, own, whole) or not others <= own.keys():
             # Nothing to do, or nothing that growth could explain.
             return
-        record, folder = self._find(model, incoming)
+        record, folder = self._find(model, attention, whole)
         resize(model, record)
-        model.config.growth_history = read_history(folder) or model.config.growth_history
+        take_history(model.config, read_history(folder) or model.config.growth_history)
+        if self.freezes:
+            freeze_base(model)
         now = dict(model.named_parameters())
-        self.replaced += [(present[name], now[name]) for name in present if present[name] is not now[name]]
+        pairs = ((present[name], now[name]) for name in present.keys() & now.keys())
+        self.replaced += [(old, new) for old, new in pairs if old is not new]
 
-    def _find(self, model: PreTrainedModel, incoming: Shapes) -> tuple[dict, Path]:
+    def _find(self, model: PreTrainedModel, incoming: Shapes, whole: bool) -> tuple[dict, Path]:
         for folder in self._candidates():
             try:
                 record = json.loads((folder / "config.json").read_text(encoding="utf-8"))["hf_grow"]
                 shapes = _attention_shapes(model, record)
             except (OSError, ValueError, KeyError, TypeError):
                 continue
-            if all(incoming.get(name, shape) == shape for name, shape in shapes.items()):
+            if _fits(incoming, shapes, whole):
                 return record, folder
         raise HfGrowError(
             "These weights are of a model that grew to other sizes, and no checkpoint of this run has them: load the "
@@ -80,9 +101,9 @@ class WatchedModel:
     sizes: SizesFromCheckpoint
 
     @classmethod
-    def watch(cls, model: PreTrainedModel, *folders: str | Path | None) -> "WatchedModel":
-        """Watch a model from now on, for checkpoints of these folders."""
-        sizes = SizesFromCheckpoint(*folders)
+    def watch(cls, model: PreTrainedModel, *folders: str | Path | None, freezes: bool = False) -> "WatchedModel":
+        """Watch a model from now on, for checkpoints of these folders; with `freezes` the base is frozen then."""
+        sizes = SizesFromCheckpoint(*folders, freezes=freezes)
         model.register_load_state_dict_pre_hook(sizes)
         return cls(model, sizes)
 
@@ -107,14 +128,32 @@ def _last(parameter: nn.Parameter, new: dict[nn.Parameter, nn.Parameter]) -> nn.
     return parameter
 
 
+def _fits(incoming: Shapes, shapes: Shapes, whole: bool) -> bool:
+    return incoming == shapes if whole else all(shapes.get(name) == shape for name, shape in incoming.items())
+
+
+def _is_growth(name: str) -> bool:
+    """Whether a parameter is one of attached growth, or a learnable scale."""
+    return ".grown." in name or name.endswith(".score_scale")
+
+
 def _attention_shapes(model: PreTrainedModel, record: Any) -> Shapes:
-    """The shapes that the parameters of all attention projections have with recorded sizes, by name."""
+    """The shapes that the parameters of all attention modules have with recorded sizes, by name."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     shapes: Shapes = {}
-    for site, dims in recorded_sizes(model, record):
+    own_sizes = recorded_sizes(model, record)
+    scales = entries(record.get("scales"), [site for site, _ in own_sizes])
+    for (site, dims), scale in zip(own_sizes, scales, strict=True):
         for projection, (rows, columns) in projection_shapes(site, dims):
             turned = in_rows(projection, projection.weight) is not projection.weight
             shapes[names[projection.weight]] = (columns, rows) if turned else (rows, columns)
             if projection.bias is not None:
                 shapes[names[projection.bias]] = (rows,)
+        if scale:
+            shapes[f"{site.name}.score_scale"] = (scale, 1)
+    base = {site.name: dims for site, dims in own_sizes}
+    for growth, sizes in recorded_growths(model, record).items():
+        for site, dims, scale in sizes:
+            named = attached_shapes(site, base[site.name], dims) | ({SCALE: (scale, 1)} if scale else {})
+            shapes |= {f"{site.name}.grown.{growth}.{name}": shape for name, shape in named.items()}
     return shapes

@@ -20,12 +20,11 @@ from hf_grow.growth.report import GrowthReport
 from hf_grow.running.batches import Batch
 from hf_grow.running.passes import Passes
 from hf_grow.surgery.base import without_adapters
-from hf_grow.training.checks import check_length, labelled
+from hf_grow.training.checks import check_length
 from hf_grow.training.feed import mixed
-from hf_grow.training.new_weights import NewWeightsOfRun
 from hf_grow.training.prepared_run import PreparedRun, Start
 from hf_grow.training.run_state import RunState, save_run
-from hf_grow.training.schedule import GrowthState, grow_on_schedule
+from hf_grow.training.schedule import GrowthState
 from hf_grow.training.setup import checkpoint_gradients, learning_parameters, newest_values
 from hf_grow.training.sharding import whole_state
 from hf_grow.training.wrapping import Wrapper, wrap
@@ -37,40 +36,36 @@ def begin_run(prepared: PreparedRun, start: Start, ends: ExitStack) -> "Run":
     ends.callback(_finish_trackers, accelerator)
     model.train()
     model.zero_grad()
-    learning = learning_parameters(model, config.train)
-    optimizer = prepared.make_optimizer(learning)
+    first_event = None
+    if start.grows_first and start.events is not None and config.train == "new":
+        # What learns comes with growth, so an optimizer can only be made then.
+        first_event = prepared.grow(without_adapters(model), start.events, start.state.step, None)
+    optimizer = prepared.make_optimizer(learning_parameters(model, config.train))
     lr_scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, config.steps)
     if start.saved is not None:
         with clear_errors(f"The optimizer's state in {prepared.folder}"):
             _restore(start.saved, optimizer, lr_scheduler, accelerator.scaler)
-    new_weights = NewWeightsOfRun(train=config.train, learning_rate_multiplier=config.new_learning_rate_multiplier)
-    ends.callback(new_weights.let_go)
-    if not start.grows_first:
-        new_weights.follow(model, optimizer)
-    elif config.train == "new":
-        # What will learn, so that wrappers see that something does; the rest is frozen after growth.
-        for parameter in learning:
-            parameter.requires_grad_(True)
     if config.gradient_checkpointing:
         checkpoint_gradients(without_adapters(model))
     wrapper = wrap(model, prepared.shard, optimizer, accelerator)
     ends.callback(wrapper.let_go)
-    new_weights.refresh(model)
     stepper = accelerator.prepare_optimizer(optimizer)
     ends.callback(_forget, accelerator, stepper)
     if config.tracker is not None:
         accelerator.init_trackers("hf_grow", {name: str(value) for name, value in to_dict(config).items()})
-    return Run(
+    run = Run(
         prepared=prepared,
         wrapper=wrapper,
         optimizer=optimizer,
         stepper=stepper,
         lr_scheduler=lr_scheduler,
-        new_weights=new_weights,
         state=start.state,
         events=start.events,
-        grows_first=start.grows_first,
+        grows_first=start.grows_first and config.train == "all",
     )
+    if first_event is not None:
+        run.report(first_event)
+    return run
 
 
 def _restore(saved: dict[str, Any], optimizer: torch.optim.Optimizer, lr_scheduler: Any, scaler: Any) -> None:
@@ -107,7 +102,6 @@ class Run:
     optimizer: torch.optim.Optimizer
     stepper: Any
     lr_scheduler: Any
-    new_weights: NewWeightsOfRun
     state: RunState
     events: GrowthState | None
     grows_first: bool
@@ -170,8 +164,6 @@ class Run:
     def clip(self) -> None:
         """Shorten the gradient of what learns to the longest that is allowed."""
         accelerator = self.prepared.accelerator
-        # Hooks of autograd have done so, but where parameters are sharded they do not see the gradients.
-        self.new_weights.mask_gradients()
         learning = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         norm = accelerator.clip_grad_norm_(learning, self.prepared.config.clip or inf)
         if norm is not None and accelerator.scaler is None:
@@ -209,28 +201,15 @@ class Run:
 
     def grow(self) -> bool:
         """Grow now, on sequences of the training data; False where there is no room or nothing to gain."""
-        prepared = self.prepared
-        assert prepared.growth is not None and self.events is not None
+        assert self.events is not None
         with self.wrapper.growing() as model:
-            sample = prepared.feed.sample(self.events.schedule.sequences, self.state.step)
-            report = grow_on_schedule(
-                model,
-                labelled(self.inner, sample) or sample,
-                prepared.growth,
-                self.events,
-                self.state.step,
-                collect=prepared.collect,
-                optimizer=self.optimizer,
-                accelerator=prepared.accelerator,
-            )
-            self.new_weights.follow(model, self.optimizer)
-        # Sharding puts other parameters into the model.
-        self.new_weights.refresh(self.model)
+            report = self.prepared.grow(without_adapters(model), self.events, self.state.step, self.optimizer)
         if report is not None:
-            self._report(report)
+            self.report(report)
         return report is not None
 
-    def _report(self, report: GrowthReport) -> None:
+    def report(self, report: GrowthReport) -> None:
+        """Take note of growth."""
         self.state.reports.append({"training_step": self.state.step, **json.loads(report.to_json())})
         self._log(
             {

@@ -8,7 +8,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ from hf_grow.fields import completed, to_dict
 from hf_grow.files import clear_errors, replacing
 from hf_grow.growth.config import GrowthConfig
 from hf_grow.measuring.config import CollectConfig
-from hf_grow.modeling.growable_model import GROWTH_FILE, GrowableModel, read_history, resize
+from hf_grow.modeling.growable_model import GROWTH_FILE, GrowableModel, read_history, resize, take_history
 from hf_grow.saving.checkpoint import weight_files
-from hf_grow.surgery.base import has_adapters
+from hf_grow.surgery.base import base_parameters, has_adapters, without_adapters
 from hf_grow.training.config import TrainConfig
+from hf_grow.training.former import converted, converted_optimizer, former_mark, former_sizes, is_former
 from hf_grow.training.schedule import GrowthSchedule
 
 STATE_FILE, OPTIMIZER_FILE, LEARNING_FILE = "trainer_state.json", "optimizer.pt", "learning.safetensors"
@@ -46,6 +47,7 @@ class RunState:
     history    losses, rates and evaluations, a dict for each time
     growth     when it grew and what it watches to decide
     reports    of the growth events
+    attached   with a frozen base, whose weights are not written: the sizes and histories of the growth beside it
     """
 
     settings: dict[str, Any]
@@ -55,6 +57,7 @@ class RunState:
     history: list[dict[str, Any]] = field(default_factory=list)
     growth: dict[str, Any] = field(default_factory=dict)
     reports: list[dict[str, Any]] = field(default_factory=list)
+    attached: dict[str, Any] | None = None
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -74,6 +77,10 @@ def save_run(
 ) -> Path:
     """Write a checkpoint of the present step and drop all but the newest ones."""
     place = folder / f"{PREFIX}{state.step}"
+    inner = without_adapters(model)
+    state.attached = None
+    if not _is_whole(model) and inner.active_growth is not None:
+        state.attached = {"sizes": inner.config.hf_grow, "histories": inner.config.growths}
     with replacing(place) as aside, quietly():
         if _is_whole(model):
             model.save_pretrained(aside)
@@ -89,8 +96,12 @@ def save_run(
 
 
 def _is_whole(model: PreTrainedModel) -> bool:
-    """Whether `save_pretrained` would write all of the model, not its adapters alone."""
-    return isinstance(model, GrowableModel) and not has_adapters(model)  # type: ignore[arg-type]
+    """Whether a checkpoint holds all of the model: not beside a frozen base, nor of one with adapters."""
+    return isinstance(model, GrowableModel) and not has_adapters(model) and _base_learns(model)  # type: ignore[arg-type]
+
+
+def _base_learns(model: nn.Module) -> bool:
+    return any(parameter.requires_grad for _, parameter in base_parameters(model))
 
 
 @contextmanager
@@ -133,13 +144,17 @@ def load_run(
     last.
     """
     state, training = _read(place)
+    beside_growth = without_adapters(model).active_growth is not None
+    if beside_growth and state.attached is None and (place / LEARNING_FILE).exists():
+        sizes = {**expected.settings["model"], "sizes": former_sizes(model)}
+        expected = replace(expected, base=former_mark(model), settings={**expected.settings, "model": sizes})
     if state.base != expected.base:
         raise HfGrowError(f"{place} is of another model: its run started from other weights than those given.")
     _check_settings(place, state.settings, expected.settings, free)
-    if _is_whole(model):
-        _load_grown(place, model)
+    if (place / LEARNING_FILE).exists():
+        training = _load_learning(place, model, state.attached, training)
     else:
-        _load_learning(place, model)
+        _load_grown(place, model)
     return state, training
 
 
@@ -193,15 +208,28 @@ def _load_grown(place: Path, model: PreTrainedModel) -> None:
         resize(model, config["hf_grow"])
         model.load_state_dict(weights, strict=False)
     model.tie_weights()
-    model.config.growth_history = history
+    take_history(model.config, history or {})
 
 
-def _load_learning(place: Path, model: nn.Module) -> None:
+def _load_learning(
+    place: Path, model: Any, attached: dict[str, Any] | None, training: dict[str, Any]
+) -> dict[str, Any]:
+    """What learnt beside a frozen base, which is known to be the same; returns the states of what trains it."""
+    inner = without_adapters(model)
     with clear_errors(place):
         weights = load_file(place / LEARNING_FILE)
+        before = inner.config.hf_grow
+        if attached is not None:
+            resize(inner, attached["sizes"])
+    if attached is None and inner.active_growth is not None and is_former(model, weights):
+        with clear_errors(place):
+            training = {**training, "optimizer": converted_optimizer(model, training["optimizer"], weights)}
+            weights = converted(model, weights)
     present = {name: value.shape for name, value in model.named_parameters()}
-    unknown = [name for name, value in weights.items() if present.get(name) != value.shape]
-    # New weights beside adapters learn too, but only from the first step on.
-    if unknown or _learning(model).keys() - weights.keys():
+    if [name for name, value in weights.items() if present.get(name) != value.shape]:
+        resize(inner, before)
         raise HfGrowError(f"{place} does not fit: other weights learn in this model than in that of the checkpoint.")
     model.load_state_dict(weights, strict=False)
+    if attached is not None:
+        inner.config.growths = attached["histories"]
+    return training

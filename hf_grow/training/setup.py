@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from hf_grow.errors import HfGrowError
 from hf_grow.modeling.growable_attention import attention_sites
-from hf_grow.surgery.base import base_parameters, without_adapters
+from hf_grow.surgery.base import freeze_base, growth_parameters, has_merged_growth, without_adapters
+from hf_grow.surgery.forms import attach_growth
 from hf_grow.training.config import TrainConfig
 
 
@@ -38,17 +39,27 @@ def make_accelerator(config: TrainConfig, folder: str | Path | None) -> Accelera
 
 
 def learning_parameters(model: PreTrainedModel, train: str) -> list[torch.nn.Parameter]:
-    """What the optimizer gets: all that learns, or every projection that may get new entries, and adapters."""
-    if train == "all":
-        learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if not learning:
-            raise HfGrowError("No parameter of the model learns: set requires_grad where training should change it.")
-        return learning
-    base = {parameter for _, parameter in base_parameters(model)}
-    adapters = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in base]
-    sites = attention_sites(without_adapters(model))
-    projections = [projection for site in sites for projection, _ in site.projections()]
-    return adapters + [parameter for module in projections for parameter in module.parameters(recurse=False)]
+    """What the optimizer gets: all that learns. With train="new" the base is frozen and its growth is beside it."""
+    if train == "new":
+        let_growth_learn(model)
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not learning:
+        raise HfGrowError("No parameter of the model learns: set requires_grad where training should change it.")
+    return learning
+
+
+def let_growth_learn(model: Any) -> None:
+    """Freeze the base, so that only attached growth learns, and adapters; refused where there is no growth."""
+    if not growth_parameters(model):
+        raise HfGrowError("train='new' needs something new: grow the model first, or train='all'.")
+    freeze_base(model)
+
+
+def separate_growth(model: Any) -> None:
+    """Growth that is merged into a growable model goes beside its projections, where it can learn alone."""
+    inner = without_adapters(model)
+    if inner.active_growth is None and has_merged_growth(inner):
+        attach_growth(inner)
 
 
 def make_optimizer(parameters: list[torch.nn.Parameter], config: TrainConfig) -> torch.optim.Optimizer:
@@ -97,7 +108,7 @@ def left_as_found(present: Callable[[], Any]) -> Iterator[None]:
             if not checkpointing and without_adapters(model).is_gradient_checkpointing:
                 without_adapters(model).gradient_checkpointing_disable()
             for name, module in model.named_modules():
-                module.training = modes[name]
+                module.training = modes.get(name, modes[""])
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(learning.get(name, True))
                 parameter.grad = None

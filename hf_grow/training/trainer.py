@@ -26,7 +26,7 @@ from hf_grow.training.prepared_run import MakeOptimizer, PreparedRun, Start
 from hf_grow.training.run import Run, begin_run
 from hf_grow.training.run_state import RunState, checkpoints, clear_remains
 from hf_grow.training.schedule import GrowthSchedule, GrowthState
-from hf_grow.training.setup import left_as_found, make_accelerator, make_optimizer
+from hf_grow.training.setup import left_as_found, make_accelerator, make_optimizer, separate_growth
 from hf_grow.training.wrapping import Shard
 
 # What a trainer was given, and kept as its own until 0.2.
@@ -157,6 +157,8 @@ class GrowthTrainer:
         check_accelerator(self.accelerator, self.config)
         # Shared by all of a process; another loop that stopped between two steps would have every step passed over.
         self.accelerator.gradient_state._set_sync_gradients(True)
+        if self.config.train == "new":
+            separate_growth(self.model)
         self._stage = start = self._take_up(resume)
         self._stage = run = begin_run(self._prepared, start, ends)
         return run

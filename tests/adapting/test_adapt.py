@@ -6,13 +6,14 @@ import re
 
 import pytest
 import torch
+from hub_server import HubServer
 from models import VOCABULARY, causal_model, relative_difference, small_model
 from peft import LoraConfig
 from runs import interrupted_at
 from transformers import BertForSequenceClassification
 
 import hf_grow
-from hf_grow import AdaptConfig, CollectConfig, GrowthTrainer, HfGrowError, NewWeights, TrainConfig, adapt
+from hf_grow import AdaptConfig, CollectConfig, GrowthTrainer, HfGrowError, TrainConfig, adapt
 from hf_grow.adapting.adapt import trainable_parameters
 from hf_grow.adapting.budget import choose_amounts
 from hf_grow.adapting.config import METHODS
@@ -54,8 +55,6 @@ def logits(model, model_type):
 def train(model, model_type, config, steps=4):
     """A plain loop with weight decay, which would move old entries if nothing kept them."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
-    if config.grows:
-        NewWeights(model).attach(optimizer)
     for _, batch in zip(range(steps), batches(model_type) * steps, strict=False):
         model(**batch).loss.backward()
         optimizer.step()
@@ -110,9 +109,8 @@ def test_kinds_of_columns_and_projections_for_lora_can_be_chosen(model_type):
     expected = {"gpt2": {"c_attn", "c_proj"}, "llama": {"v_proj", "o_proj"}, "bert": {"value", "dense"}}
     assert adapted == expected[model_type]
     per_rank = {"gpt2": 4 * 32 + 2 * 32, "llama": 32 + 2 * 8 + 2 * 32, "bert": 4 * 32}[model_type]
-    on_columns = {"gpt2": 4 + 4, "llama": 2 + 4, "bert": 4 + 4}[model_type] * value_columns
     lora = sum(parameter.numel() for name, parameter in model.named_parameters() if "lora_" in name)
-    assert lora == 2 * model.peft_config["default"].r * (per_rank + on_columns)
+    assert lora == 2 * model.peft_config["default"].r * per_rank
 
 
 @every_type
@@ -135,7 +133,7 @@ def test_gpt2_counts_every_part_of_its_adapters():
     model, _ = adapt(make("gpt2"), batches("gpt2"), AdaptConfig(columns=2, rank=3))
     # Of 2 layers: 4 heads of 2 columns, for queries and keys, each of 32 inputs and a bias.
     grown = 2 * 4 * 2 * 2 * 33
-    lora = 2 * 3 * (32 + 3 * 32 + 2 * 4 * 2)
+    lora = 2 * 3 * (32 + 3 * 32)
     assert trainable_parameters(model) == grown + lora
     assert sum(p.numel() for n, p in model.named_parameters() if "lora_" in n) == lora
 
@@ -305,14 +303,26 @@ def test_a_large_budget_stops_where_there_is_no_room():
     assert {site.attention.query_key_dim for site in attention_sites(model)} == {33}
 
 
-def test_models_that_are_adapted_or_grown_already_are_refused():
+def test_growth_beside_what_a_model_has_already():
+    """LoRA, merged growth and attached growth are what the new columns come beside."""
+    model, _ = adapt(make("llama"), batches("llama"), AdaptConfig(method="lora", rank=1))
+    lora = trainable_parameters(model)
+    both, _ = adapt(model, batches("llama"), AdaptConfig(method="grow", columns=1))
+    assert both is model and trainable_parameters(both) > lora
+    grown = hf_grow.make_growable(make("llama"))
+    hf_grow.widen_query_key(grown, 0, 1)
+    mark = base_hash(grown, growth=True)
+    adapt(grown, batches("llama"), AdaptConfig(method="grow", columns=1))
+    assert base_hash(grown) == mark
+    first = trainable_parameters(grown)
+    adapt(grown, batches("llama"), AdaptConfig(method="grow", columns=1))
+    assert base_hash(grown) == mark and trainable_parameters(grown) == 2 * first
+
+
+def test_lora_on_adapters_is_refused():
     model, _ = adapt(make("llama"), batches("llama"), AdaptConfig(method="lora", rank=1))
     with pytest.raises(HfGrowError, match="adapters already"):
         adapt(model, batches("llama"), AdaptConfig())
-    grown = hf_grow.make_growable(make("llama"))
-    hf_grow.widen_query_key(grown, 0, 1)
-    with pytest.raises(HfGrowError, match="grown already"):
-        adapt(grown, batches("llama"), AdaptConfig())
     with pytest.raises(HfGrowError, match="does not have; it has model, lm_head"):
         adapt(make("llama"), batches("llama"), AdaptConfig(method="lora", also_train="classifier"))
 
@@ -382,3 +392,16 @@ def test_an_adapter_without_its_weights_is_refused_and_changes_nothing(tmp_path)
     assert type(base) is type(make("llama"))
     with pytest.raises(HfGrowError, match="takes a transformers model, not str"):
         load_adapted("llama", tmp_path / "added")
+
+
+def test_an_adapter_is_pushed_and_loaded_from_the_hub(tmp_path, monkeypatch):
+    model, _ = adapt(make("llama"), batches("llama"), AdaptConfig(columns=1, rank=1, step_size=1.0))
+    save_adapted(model, tmp_path / "added")
+    with HubServer(token="hf_test", user="user") as server:
+        server.redirect_client(monkeypatch, max_retries=0)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+        hf_grow.push_grown(tmp_path / "added", "user/added", token="hf_test")
+        loaded = load_adapted(make("llama"), "user/added", token="hf_test")
+        with pytest.raises(HfGrowError, match="user/nothing cannot be loaded"):
+            load_adapted(make("llama"), "user/nothing", token="hf_test")
+    assert torch.equal(logits(loaded, "llama"), logits(model, "llama"))

@@ -10,7 +10,7 @@ from peft.tuners.lora import LoraGAConfig, preprocess_loraga
 from runs import make_trainer
 
 import hf_grow
-from hf_grow import GrowthConfig, HfGrowError, NewWeights, load_grown, make_growable, save_grown, save_growth
+from hf_grow import GrowthConfig, HfGrowError, load_grown, make_growable, save_grown, save_growth
 from hf_grow.modeling.growable_attention import attention_sites
 from hf_grow.surgery.base import base_hash
 
@@ -101,26 +101,54 @@ def test_an_adapter_on_a_grown_model_merges_and_is_saved_with_it(model_type, met
 
 @every_method
 @every_family
-def test_growth_under_a_live_adapter_is_refused_and_changes_nothing(model_type, method, tmp_path):
-    save_growth(grown(model_type), tmp_path / "growth")
-    model = make_growable(causal_model(model_type))
+def test_a_model_with_a_live_adapter_grows_beside_it_again_and_again(model_type, method):
+    """LoRA first; the base and the adapter stay as they are, and what is measured is what they compute together."""
+    model = causal_model(model_type)
     peft_model = train(adapted(model, method))
     before = copy.deepcopy(peft_model.state_dict())
-    sizes, history = copy.deepcopy(model.config.hf_grow), copy.deepcopy(model.growth_history)
     ids = tokens(model)
-    batches = [{"input_ids": ids, "labels": ids}] * 2
-    # LoRA-GA has changed the base, and that is said first where growth comes from a file.
-    from_file = "with other weights" if method == "lora_ga" else "merge and unload its adapters"
-    for act, message in (
-        (lambda: hf_grow.widen_query_key(model, 0, 1), "merge and unload its adapters"),
-        (lambda: hf_grow.add_heads(model, 1, 1), "merge and unload its adapters"),
-        (lambda: hf_grow.grow(model, batches, GrowthConfig(columns=1)), "merge and unload its adapters"),
-        (lambda: hf_grow.load_growth(peft_model, tmp_path / "growth"), from_file),
-    ):
-        with pytest.raises(HfGrowError, match=message):
-            act()
-    assert_same(peft_model.state_dict(), before)
-    assert (model.config.hf_grow, model.growth_history) == (sizes, history)
+    batches = [{"input_ids": part, "labels": part} for part in ids.repeat(4, 1).split(1)]
+    for amounts in ({"columns": 2}, {"value_columns": 1, "heads": 1}):
+        expected = float(loss(peft_model))
+        growth = GrowthConfig(**amounts)
+        grown_model, report = hf_grow.grow(peft_model, batches, growth, line_search_batches=batches)
+        assert grown_model is peft_model and report.loss_before == pytest.approx(expected, rel=1e-4)
+        assert report.loss_after < report.loss_before
+        assert report.loss_after == pytest.approx(float(loss(peft_model)), rel=1e-4)
+    after = peft_model.state_dict()
+    assert_same({name: after[name] for name in before}, before)
+    if method == "lora_ga":
+        # It takes its first step off the base.
+        return
+    with peft_model.growth_disabled(), peft_model.disable_adapter():
+        assert torch.equal(logits(peft_model), logits(causal_model(model_type)))
+
+
+@pytest.mark.parametrize("first", ["lora", "growth"])
+@every_family
+def test_adapters_and_growth_in_any_order_are_saved_loaded_and_merged(model_type, first, tmp_path):
+    if first == "lora":
+        peft_model = adapted(causal_model(model_type), "lora")
+        hf_grow.make_growable(peft_model)
+        fill_zeros(grow_everything(peft_model.get_base_model()))
+    else:
+        peft_model = adapted(hf_grow.attach_growth(grown(model_type)), "lora")
+    mark = base_hash(peft_model)
+    start = copy.deepcopy(peft_model.state_dict())
+    train(hf_grow.freeze_base(peft_model))
+    assert base_hash(peft_model) == mark == base_hash(causal_model(model_type))
+    moved = {name for name, value in peft_model.state_dict().items() if not torch.equal(value, start[name])}
+    assert moved == {name for name in start if "lora_" in name or ".grown." in name}
+    hf_grow.save_adapted(peft_model, tmp_path / "both")
+    restored = hf_grow.load_adapted(causal_model(model_type), tmp_path / "both")
+    assert torch.equal(logits(restored), logits(peft_model))
+    learned = logits(peft_model)
+    with pytest.raises(HfGrowError, match="merge and unload them first"):
+        hf_grow.merge_growth(peft_model)
+    merged = hf_grow.merge_growth(peft_model.merge_and_unload())
+    assert relative_difference(logits(merged), learned) < 1e-5
+    save_grown(merged, tmp_path / "whole")
+    assert torch.equal(logits(load_grown(tmp_path / "whole")), logits(merged))
 
 
 @every_family
@@ -134,23 +162,17 @@ def test_growth_is_not_taken_off_under_a_live_adapter(model_type):
 
 @pytest.mark.parametrize("method", ["lora", "dora"])
 @every_family
-def test_new_weights_and_adapters_learn_together_and_come_back(model_type, method, tmp_path):
+def test_growth_and_adapters_learn_together_and_come_back(model_type, method, tmp_path):
     stock_hash = base_hash(causal_model(model_type))
-    model = grown(model_type)
+    model = hf_grow.attach_growth(grown(model_type))
     peft_model = adapted(model, method)
     start = copy.deepcopy(peft_model.state_dict())
-    new = NewWeights(peft_model, train="new")
+    hf_grow.freeze_base(peft_model)
     learning = [parameter for parameter in peft_model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(learning, lr=0.02, weight_decay=0.1)
-    new.attach(optimizer)
-    train(peft_model, optimizer=optimizer)
+    train(peft_model, optimizer=torch.optim.AdamW(learning, lr=0.02, weight_decay=0.1))
     assert base_hash(peft_model) == base_hash(model) == stock_hash == model.growth_history["base_hash"]
     moved = {name for name, value in peft_model.state_dict().items() if not torch.equal(value, start[name])}
-    assert {name for name in start if "lora_" in name} <= moved
-    assert any("base_layer.weight" in name for name in moved)
-    for part in new._parts:
-        name = next(name for name, value in peft_model.named_parameters() if value is part.parameter)
-        assert torch.equal(part.parameter != start[name], part.mask), name
+    assert moved == {name for name in start if "lora_" in name or ".grown." in name}
 
     save_growth(peft_model, tmp_path / "growth")
     peft_model.save_pretrained(tmp_path / "adapter")
@@ -171,14 +193,13 @@ def test_lora_ga_changes_the_base_so_growth_is_saved_whole(tmp_path):
 
 
 def test_modules_that_peft_trains_as_copies_are_no_part_of_the_base(tmp_path):
-    model = grown("llama")
-    peft_model = adapted(model, "lora", modules_to_save=["lm_head"])
-    NewWeights(peft_model, train="new")
+    model = hf_grow.attach_growth(grown("llama"))
+    peft_model = hf_grow.freeze_base(adapted(model, "lora", modules_to_save=["lm_head"]))
     head = peft_model.get_base_model().lm_head
     assert not head.original_module.weight.requires_grad
     train(peft_model, steps=1)
     assert not torch.equal(head.modules_to_save["default"].weight, head.original_module.weight)
-    model = grown("llama")
+    model = hf_grow.attach_growth(grown("llama"))
     peft_model = train(adapted(model, "lora", modules_to_save=["lm_head"]))
     assert base_hash(peft_model) == base_hash(causal_model("llama"))
     save_growth(peft_model, tmp_path / "growth")
@@ -188,10 +209,9 @@ def test_modules_that_peft_trains_as_copies_are_no_part_of_the_base(tmp_path):
     assert torch.equal(logits(restored), logits(peft_model))
 
 
-def test_growth_is_swapped_beside_adapters_elsewhere(tmp_path):
-    """Only the attention must be free of them."""
+def test_growth_is_swapped_beside_adapters(tmp_path):
     save_growth(grown("llama"), tmp_path / "growth")
-    peft_model = train(adapted(causal_model("llama"), "lora", target_modules=["down_proj"]))
+    peft_model = train(adapted(causal_model("llama"), "lora", target_modules=["down_proj", "q_proj", "o_proj"]))
     before = logits(peft_model)
     assert hf_grow.load_growth(peft_model, tmp_path / "growth") is peft_model
     assert relative_difference(logits(peft_model), before) > 1e-2

@@ -207,7 +207,7 @@ def test_a_whole_adapter_is_put_onto_its_model(command, data, tmp_path):
     for name, value in first.items():
         torch.testing.assert_close(second[name], value, msg=name)
     found = json.loads(succeed("inspect", tmp_path / "added", "--json"))
-    assert found["growth_only"] and found["lora"] and {layer["value_dim"] for layer in found["layers"]} == {17}
+    assert found["growth_only"] and found["lora"] and {layer["value_dim"] for layer in found["layers"]} == {18}
 
 
 def test_growth_of_half_precision_weights_goes_back_onto_them(command, tmp_path):

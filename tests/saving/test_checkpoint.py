@@ -376,7 +376,7 @@ def damage_history(folder):
         (damage_field_type, "cannot be loaded"),
         (damage_model_type, "cannot be loaded"),
         (damage_shape, "cannot be loaded|is damaged"),
-        (damage_newer_history, "format 99 is newer than 1: update hf-grow"),
+        (damage_newer_history, "format 99 is newer than 2: update hf-grow"),
         (damage_history, "growth.json of .* cannot be read"),
         (damage_history_events, "growth.json of .* cannot be read"),
     ],
@@ -393,7 +393,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence(grown, tmp_path, damage
 def test_a_newer_history_stops_from_pretrained_too(grown, tmp_path):
     save_grown(grown, tmp_path / "model")
     damage_newer_history(tmp_path / "model")
-    with pytest.raises(ValueError, match="newer than 1: update"):
+    with pytest.raises(ValueError, match="newer than 2: update"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "model")
 
 

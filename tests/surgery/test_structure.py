@@ -11,7 +11,7 @@ from transformers import BertLMHeadModel, BertModel, GPT2LMHeadModel
 from hf_grow import HfGrowError, add_heads, drop_query_key, make_growable, widen_query_key, widen_value
 from hf_grow.modeling import growable_attention
 from hf_grow.modeling.growable_attention import AttentionDims, AttentionSite, Layout, attention_sites
-from hf_grow.surgery.blocks import _fuse, read_blocks
+from hf_grow.surgery.blocks import fuse_rows, read_blocks
 from hf_grow.surgery.families import FAMILIES
 from hf_grow.surgery.structure import find_site
 
@@ -272,7 +272,8 @@ def test_fused_projections_with_heads_in_turn_are_understood():
     """The order of GPT-NeoX: query, key and value of one head, then of the next."""
     attention = nn.Module()
     attention.qkv, attention.dense = nn.Linear(6, 2 * (3 + 3 + 4)), nn.Linear(8, 6)
-    attention.dims = AttentionDims(2, 2, 3, 4, 1.0)
+    attention.dims = attention.own_dims = AttentionDims(2, 2, 3, 4, 1.0)
+    attention.growth = None
     layout = Layout(inputs={"qkv": ("query", "key", "value")}, output="dense", per_head=True)
     site = AttentionSite("attention", attention, attention, layout)
     blocks = read_blocks(site)
@@ -282,7 +283,7 @@ def test_fused_projections_with_heads_in_turn_are_understood():
     for role, part in zip(("query", "key", "value"), per_head.split([3, 3, 4], dim=2), strict=True):
         assert torch.allclose(torch.einsum("ti,hic->thc", ones, blocks[role]), part, atol=1e-6)
     expected = torch.cat((attention.qkv.weight, attention.qkv.bias[:, None]), dim=1)
-    assert torch.equal(_fuse(site, blocks, ("query", "key", "value")), expected)
+    assert torch.equal(fuse_rows(site, blocks, ("query", "key", "value")), expected)
 
 
 BAD = torch.full((4, 33, 2), torch.nan)
@@ -335,12 +336,12 @@ def test_a_stock_model_cannot_be_grown():
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])
-@pytest.mark.parametrize("target", ["torch.cat", "hf_grow.modeling.growable_attention._like"])
+@pytest.mark.parametrize("target", ["torch.cat", "hf_grow.modeling.growable_attention.new_parameter"])
 @pytest.mark.parametrize("call", [1, 2, 3, 4])
 def test_a_failure_in_the_middle_leaves_the_model_as_it_was(monkeypatch, model_type, target, call):
     model = base_model(model_type)
     before = copy.deepcopy(model.state_dict())
-    real = torch.cat if target == "torch.cat" else growable_attention._like
+    real = torch.cat if target == "torch.cat" else growable_attention.new_parameter
     calls = []
 
     def fail_later(*args, **kwargs):
@@ -356,20 +357,20 @@ def test_a_failure_in_the_middle_leaves_the_model_as_it_was(monkeypatch, model_t
     except MemoryError:
         failed = True
     monkeypatch.undo()
-    assert failed or (target, call) == ("hf_grow.modeling.growable_attention._like", 4)
+    assert failed or (target, call) == ("hf_grow.modeling.growable_attention.new_parameter", 4)
     if not failed:
         return
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert find_site(model, 0).attention.n_heads == 4
 
 
-def test_growing_a_projection_with_an_adapter_is_refused():
+def test_growth_of_a_projection_with_an_adapter_is_attached():
     from peft import LoraConfig, get_peft_model
 
     model = make_growable(causal_model("llama"))
     get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(HfGrowError, match="merge and unload its adapters"):
-        widen_query_key(model, 0, 1)
+    widen_query_key(model, 0, 1)
+    assert model.active_growth == "default" and model.model.layers[0].self_attn.q_proj.base_layer.out_features == 32
 
 
 def test_growth_inside_inference_mode_can_be_trained_later():

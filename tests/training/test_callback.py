@@ -290,21 +290,18 @@ def test_the_best_model_may_be_of_another_size(tmp_path):
 def test_only_new_weights_learn_and_a_killed_run_goes_on(tmp_path):
     base = causal_model("gpt2")
     schedule = GrowthSchedule(at=(0, 3), sequences=8)
-    whole = finished(tmp_path, schedule=schedule, train="new", learning_rate_multiplier=2.0)
+    whole = finished(tmp_path, schedule=schedule, train="new")
     start = hf_grow.load_grown(tmp_path / "run" / "checkpoint-1")
     assert torch.equal(whole.model.transformer.wte.weight, base.transformer.wte.weight)
     for site, before, stock in zip(
         attention_sites(whole.model), attention_sites(start), base.transformer.h, strict=True
     ):
-        now, then = (each.attention.c_attn.weight[:, : 4 * each.attention.query_key_dim] for each in (site, before))
-        width = site.attention.query_key_dim
-        old = now.view(32, 4, width)[..., :8]
-        assert torch.equal(old, stock.attn.c_attn.weight[:, :32].view(32, 4, 8))
-        new = now.view(32, 4, width)[..., 8:10]
-        assert not torch.equal(new, then.view(32, 4, 10)[..., 8:])
+        assert torch.equal(site.attention.c_attn.weight, stock.attn.c_attn.weight)
+        new, then = site.growth.query_columns.view(4, -1, 32), before.growth.query_columns.view(4, 2, 32)
+        assert new.shape[1] == 4 and not torch.equal(new[:, :2], then)
     for step in (2, 4):
         killed(tmp_path, step, tmp_path / str(step))
-        grower = callback(schedule, train="new", learning_rate_multiplier=2.0)
+        grower = callback(schedule, train="new")
         run = trainer(tmp_path / str(step), grower, save_strategy="steps", save_steps=1)
         run.train(resume_from_checkpoint=True)
         assert_same_weights(run.model, whole.model)
@@ -312,13 +309,15 @@ def test_only_new_weights_learn_and_a_killed_run_goes_on(tmp_path):
 
 def test_new_weights_of_a_frozen_base_learn(tmp_path):
     model = causal_model("gpt2")
+    base = model.transformer.h[0].attn.c_attn.weight.clone()
     model.requires_grad_(False)
     grower = callback(GrowthSchedule(at=(0,), sequences=8), train="new")
     run = trainer(tmp_path, grower, model, save_strategy="steps", save_steps=1)
     run.train()
     first = hf_grow.load_grown(tmp_path / "run" / "checkpoint-1")
-    assert not torch.equal(first.transformer.h[0].attn.c_attn.weight, run.model.transformer.h[0].attn.c_attn.weight)
-    assert torch.equal(first.transformer.h[0].mlp.c_fc.weight, run.model.transformer.h[0].mlp.c_fc.weight)
+    then, now = (each.transformer.h[0].attn for each in (first, run.model))
+    assert not torch.equal(then.growth.query_columns, now.growth.query_columns)
+    assert torch.equal(then.c_attn.weight, now.c_attn.weight) and torch.equal(now.c_attn.weight, base)
 
 
 def test_first_growth_that_finds_nothing_leaves_nothing_to_train_alone(tmp_path, monkeypatch):
@@ -465,6 +464,10 @@ def test_a_watched_model_can_be_copied_and_pickled(tmp_path):
     assert_same_weights(twin, torch.load(tmp_path / "whole.pt", weights_only=False))
 
 
+def stock_weight():
+    return causal_model("gpt2").transformer.h[0].attn.c_attn.weight
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("train", ["all", "new"])
 def test_two_processes_grow_alike_inside_the_trainer_and_resume(tmp_path, train):
@@ -473,7 +476,11 @@ def test_two_processes_grow_alike_inside_the_trainer_and_resume(tmp_path, train)
     for other in (whole[1], *again):
         for name, value in whole[0].items():
             assert torch.equal(value, other[name]), name
-    assert whole[0]["transformer.h.0.attn.c_attn.weight"].shape[1] == 2 * 4 * 12 + 32
+    if train == "all":
+        assert whole[0]["transformer.h.0.attn.c_attn.weight"].shape[1] == 2 * 4 * 12 + 32
+    else:
+        assert whole[0]["transformer.h.0.attn.grown.default.query_columns"].shape == (4 * 4, 32)
+        assert torch.equal(whole[0]["transformer.h.0.attn.c_attn.weight"], stock_weight())
 
 
 def test_batches_without_a_loss_are_refused_before_any_step(tmp_path):

@@ -17,7 +17,7 @@ from hf_grow import (
     make_growable,
     widen_query_key,
 )
-from hf_grow.surgery.base import base_hash
+from hf_grow.surgery.base import base_hash, base_parameters
 
 
 def unlabelled(rows):
@@ -121,13 +121,18 @@ def test_a_long_sequence_on_the_way_is_named():
     assert trainer.state.step == 2
 
 
-def test_live_adapters_do_not_grow():
-    with pytest.raises(HfGrowError, match="live adapters cannot grow"):
-        make_trainer(adapted(), at=(2,))
+def test_a_model_with_live_adapters_grows_beside_them():
     inside = make_growable(causal_model("gpt2"))
     inside.add_adapter(LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
-    with pytest.raises(HfGrowError, match="live adapters cannot grow"):
-        make_trainer(inside, at=(2,))
+    for model in (adapted(), inside):
+        trainer = make_trainer(model, at=(2,))
+        before = {name: weight.clone() for name, weight in base_parameters(model)}
+        trainer.train()
+        assert trainer.inner.active_growth == "default" and len(trainer.state.reports) == 1
+        assert all(torch.equal(weight, before[name]) for name, weight in base_parameters(model))
+
+
+def test_a_model_with_adapters_is_not_sharded():
     with pytest.raises(HfGrowError, match="cannot be sharded"):
         make_trainer(adapted(), shard=lambda model: model)
 
@@ -200,7 +205,7 @@ def test_a_model_of_which_nothing_learns_is_refused():
 
 def test_growth_that_finds_nothing_leaves_nothing_to_train_alone(monkeypatch):
     """Or all of the base would learn, under the name of the new."""
-    monkeypatch.setattr("hf_grow.training.run.grow_on_schedule", lambda *_, **__: None)
+    monkeypatch.setattr("hf_grow.training.prepared_run.grow_on_schedule", lambda *_, **__: None)
     model = make_growable(causal_model("gpt2"))
     start = weights(model)
     with pytest.raises(HfGrowError, match="needs something new"):
@@ -260,7 +265,7 @@ def test_a_grown_model_trains_new_weights_without_more_growth():
         ({"train": "old"}, "train must be one of"),
         ({"eval_every": 0}, "eval_every must be"),
         ({"keep": 0}, "keep must be"),
-        ({"new_learning_rate_multiplier": 0}, "new_learning_rate_multiplier must be"),
+        ({"new_learning_rate_multiplier": 2.0}, "new_learning_rate_multiplier is gone"),
     ],
 )
 def test_a_config_checks_its_values(options, words):

@@ -75,7 +75,7 @@ CASES = {
     "masked": {"name": "masked"},
     "stream": {"rows": Stream(token_rows(11))},
     "bf16": {"precision": "bf16"},
-    "new alone": {"train": "new", "new_learning_rate_multiplier": 2.0},
+    "new alone": {"train": "new"},
     "plateau": {"at": (), "schedule": GrowthSchedule(plateau=1, min_improvement=5.0, sequences=5), "eval_every": 2},
 }
 MORE = {
@@ -109,14 +109,14 @@ def test_an_interrupted_run_of_any_kind_ends_the_same(tmp_path, options):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_run_interrupted_at_every_growth_ends_the_same(tmp_path, when, monkeypatch, whole):
-    grow = hf_grow.training.run.grow_on_schedule
+    grow = hf_grow.training.prepared_run.grow_on_schedule
     for step in (0, 3, 5):
 
         def broken(model, batches, growth, state, now, step=step, **options):
             report = grow(model, batches, growth, state, now, **options) if when == "after" or now != step else None
             return interrupt() if now == step else report
 
-        monkeypatch.setattr(hf_grow.training.run, "grow_on_schedule", broken)
+        monkeypatch.setattr(hf_grow.training.prepared_run, "grow_on_schedule", broken)
         trainer = a_run(tmp_path)
         with pytest.raises(KeyboardInterrupt):
             trainer.train(resume=True)

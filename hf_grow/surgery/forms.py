@@ -1,0 +1,148 @@
+"""Growth goes between its two forms: attached, in parameters beside the projections, and merged into these.
+
+Outputs agree to rounding. Attached growth can be switched, trained alone and taken off; merged growth is one model with
+what it grew on, for training all weights, for whole checkpoints and for speed.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_grow.errors import HfGrowError
+from hf_grow.files import first_line
+from hf_grow.modeling.attached_growth import SCALE, AttachedGrowth, attach, detach
+from hf_grow.modeling.growable_attention import ROLES, AttentionSite, attention_sites, scale_factors
+from hf_grow.surgery.base import Model, has_adapters, has_merged_growth, without_adapters
+from hf_grow.surgery.blocks import Blocks, divided, leading, own_blocks, part_weights, read_blocks
+from hf_grow.surgery.change import Change, longer_scale, new_weights
+from hf_grow.surgery.patch import is_widenable, require_growable
+from hf_grow.surgery.structure import DEFAULT_NAME, check_name, check_whole
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def merge_growth(model: Model, *, dequantize: bool = False) -> Any:
+    """Put the attached growth that is active into the projections, in place; returns the same model.
+
+    Quantised projections cannot take it: with `dequantize` the whole model gets plain weights first. A learnable scale
+    of the growth goes into the query weights, so that the base cannot be told from the growth any more.
+    """
+    target = _growable(model)
+    name = target.active_growth
+    if name is None:
+        raise HfGrowError("There is no attached growth that is active, so nothing is merged.")
+    others = sorted(target.config.growths.keys() - {name})
+    if others:
+        raise HfGrowError(
+            f"Growth that is attached beside {name!r} would lose its base: remove {', '.join(others)} first."
+        )
+    if has_adapters(target):
+        raise HfGrowError("Adapters sit on the projections that would be widened: merge and unload them first.")
+    if not is_widenable(target):
+        _dequantize(target, dequantize)
+    sites = [site for site in attention_sites(target) if site.growth is not None]
+    edits = [Change(site, _folded(site), scale=_own_scale(site)).prepared() for site in sites]
+    for site, edit in zip(sites, edits, strict=True):
+        detach(site.attention, name)
+        edit.apply()
+    base, grown = target.config.growth_history, target.config.growths.pop(name)
+    history = {**grown, "events": [*base["events"], *grown["events"]]}
+    target.config.growth_history = history | {"base_hash": base.get("base_hash") or grown.get("base_hash")}
+    target.config.record(attention_sites(target))
+    return model
+
+
+def merged_copy(model: PreTrainedModel) -> Any:
+    """A model with its growth merged, which shares all other weights with the one that was given."""
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return merge_growth(copy.deepcopy(model, shared))
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def attach_growth(model: Model, name: str = DEFAULT_NAME) -> Any:
+    """Take merged growth out of the projections into parameters beside them, in place; returns the same model."""
+    target, name = _growable(model), check_name(name)
+    if target.config.growths:
+        raise HfGrowError(f"Growth is attached already: {', '.join(target.config.growths)}.")
+    if not has_merged_growth(target):
+        raise HfGrowError("No growth is merged into this model, so there is nothing to attach.")
+    if has_adapters(target):
+        raise HfGrowError(
+            "Adapters sit on the projections that would be narrowed: merge and unload them, or call attach_growth "
+            "before PEFT wraps the model."
+        )
+    check_divisible(target)
+    ready = []
+    for site in attention_sites(target):
+        check_whole(site)
+        blocks, base, dims = own_blocks(site), site.attention.base_dims, site.attention.own_dims
+        if dims == base:
+            continue
+        weights = new_weights(part_weights(site, divided(blocks, base)))
+        if site.attention.score_scale is not None:
+            weights[SCALE] = site.attention.score_scale
+        kept: Blocks = {role: leading(block, role, base).clone() for role, block in blocks.items()}
+        change = Change(site, kept, kept=base, scaling=base.scaling)
+        ready.append((site.attention, change.prepared(), AttachedGrowth(base, dims, weights)))
+    history = target.config.growth_history
+    for attention, edit, growth in ready:
+        edit.apply()
+        attention.score_scale = None
+        attach(attention, name, growth)
+    target.config.growth_history = {**history, "base_hash": None, "events": []}
+    target.config.growths = {name: history}
+    target.set_growth(name)
+    return model
+
+
+def check_divisible(model: PreTrainedModel) -> None:
+    """Refuse a growable model whose base is not the leading part of its weights."""
+    advice = "so the growth cannot be told from the base: use save_grown, which writes the whole model."
+    for site in attention_sites(model):
+        now, base = site.attention.own_dims, site.attention.base_dims
+        if any(now.heads(role) < base.heads(role) or now.size(role) < base.size(role) for role in ROLES):
+            raise HfGrowError(f"Columns of the base were dropped in {site.name}, {advice}")
+    for event in model.growth_history["events"]:
+        strategy = event.get("config", {}).get("strategy", "append")
+        if strategy != "append":
+            raise HfGrowError(f"The model grew with strategy={strategy!r}, which changes the base's weights, {advice}")
+
+
+def _growable(model: Model) -> Any:
+    target = without_adapters(model)
+    require_growable(target)
+    return target
+
+
+def _dequantize(model: Any, asked: bool) -> None:
+    """Plain weights instead of quantised ones, where that is asked for and transformers can do it."""
+    for site in attention_sites(model):
+        check_whole(site)
+    if not asked:
+        raise HfGrowError(
+            "The projections are quantised and cannot take growth: put the growth onto the plain base model with "
+            "load_growth(…, check_base=False) and merge there, or ask for dequantize=True."
+        )
+    try:
+        model.dequantize()
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        raise HfGrowError(
+            f"transformers cannot dequantize this model ({first_line(error)}): put the growth onto the plain base "
+            "model with load_growth(…, check_base=False) and merge there."
+        ) from error
+
+
+def _folded(site: AttentionSite) -> Blocks:
+    """All weights of a module, with the learnt scale of its growth in the queries."""
+    blocks, scale = read_blocks(site), site.growth.scale
+    if scale is not None:
+        factors = scale_factors(scale, blocks["query"].shape[0]).to(blocks["query"])
+        blocks["query"] = blocks["query"] * factors[:, None, None]
+    return blocks
+
+
+def _own_scale(site: AttentionSite) -> torch.Tensor | None:
+    return longer_scale(site.attention.score_scale, site.attention.n_heads)
