@@ -18,13 +18,14 @@ from hf_grow.growth.report import GrowthReport
 from hf_grow.measuring.config import CollectConfig
 from hf_grow.measuring.statistics import Statistics
 from hf_grow.saving.checkpoint import inspect_checkpoint, load_grown, push_grown, save_grown
-from hf_grow.saving.growth_file import load_growth, remove_growth, save_growth
-from hf_grow.surgery.base import freeze_base, growth_parameters
+from hf_grow.saving.growth_on_base import load_growth, remove_growth, save_growth
+from hf_grow.surgery.base import growth_parameters
 from hf_grow.surgery.forms import attach_growth, merge_growth
 from hf_grow.surgery.patch import make_growable
 from hf_grow.surgery.structure import add_heads, drop_query_key, widen_query_key, widen_value
 from hf_grow.training.callback import GrowthCallback
 from hf_grow.training.config import TrainConfig
+from hf_grow.training.learning import freeze_base
 from hf_grow.training.schedule import GrowthSchedule
 from hf_grow.training.trainer import GrowthTrainer, TrainResult
 

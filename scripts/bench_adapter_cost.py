@@ -2,11 +2,11 @@
 
 SmolLM2-135M gets LoRA on q, k, v, o; value columns; or query/key and value columns, half each. Every round makes one
 training step (forward, backward, AdamW) with each, and the table shows the median over rounds, and of the ratio to LoRA
-within a round, so that what else the machine does falls on all alike; if it does much, the quartiles are far apart. Peak
-memory is how far a fresh process rises during some steps above its loaded and frozen model (Linux only), the median
-over processes. Activations are the bytes of all storages that autograd saves for the backward pass, other than the
-model's own: counted, so always the same. Then the forms of growth: attached and merged, in a forward pass and when new
-tokens are generated one by one.
+within a round, so that what else the machine does falls on all alike; if it does much, the quartiles are far apart.
+Peak memory is how far a fresh process rises during some steps above its loaded and frozen model (Linux only), the
+median over processes. Activations are the bytes of all storages that autograd saves for the backward pass, other than
+the model's own: counted, so always the same. Then the forms of growth: attached and merged, in a forward pass and when
+new tokens are generated one by one.
 
 By formula, for L layers, hidden size h, H query heads on K key heads of width d, rank r, and per head a new query/key
 columns and b new value columns:

@@ -21,9 +21,10 @@ from hf_grow.modeling.growable_attention import attention_sites
 from hf_grow.modeling.growable_model import GrowableModel
 from hf_grow.running.batches import Batch
 from hf_grow.running.passes import Processes
-from hf_grow.surgery.base import freeze_base, without_adapters
+from hf_grow.surgery.base import without_adapters
 from hf_grow.surgery.patch import make_growable
 from hf_grow.training.feed import random_numbers
+from hf_grow.training.learning import freeze_base
 
 
 def adapt(

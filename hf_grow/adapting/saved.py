@@ -12,6 +12,7 @@ from huggingface_hub import snapshot_download
 from peft import PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.utils import load_peft_weights
 from peft.utils.constants import CONFIG_NAME as LORA_CONFIG_FILE
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_grow.adapting.adapt import adapt
@@ -21,10 +22,12 @@ from hf_grow.fields import from_dict, to_dict
 from hf_grow.files import check_out_folder, clear_errors, replacing
 from hf_grow.modeling.growable_model import GrowableModel
 from hf_grow.running.batches import Batch
-from hf_grow.saving.growth_file import GROWTH_FOLDER, LORA_FOLDER, WEIGHTS_FILE, load_growth, save_growth
-from hf_grow.surgery.base import Model, freeze_base, has_adapters, has_grown, without_adapters
+from hf_grow.saving.growth_file import GROWTH_FOLDER, LORA_FOLDER, WEIGHTS_FILE
+from hf_grow.saving.growth_on_base import load_growth, save_growth
+from hf_grow.surgery.base import Model, has_adapters, has_grown, without_adapters
 from hf_grow.surgery.patch import make_growable
 from hf_grow.training.former import converted, is_former
+from hf_grow.training.learning import freeze_base
 
 CONFIG_FILE = "adapt.json"
 
@@ -52,8 +55,8 @@ def save_adapted(
         if grown:
             save_growth(model, aside / GROWTH_FOLDER)
         if wrapped:
-            # "auto" would ask the Hub about the base model.
-            model.save_pretrained(str(aside / LORA_FOLDER), save_embedding_layers=False)
+            # Its own function, as growth has a folder already; "auto" would ask the Hub about the base model.
+            PeftModel.save_pretrained(model, str(aside / LORA_FOLDER), save_embedding_layers=False)
         if config is not None:
             (aside / CONFIG_FILE).write_text(json.dumps(to_dict(config), indent=2) + "\n", encoding="utf-8")
     return folder
@@ -62,7 +65,7 @@ def save_adapted(
 def load_adapted(base: Any, path: str | os.PathLike, *, revision: str | None = None, token: str | None = None) -> Any:
     """Put what `save_adapted` wrote onto its base model, as `adapt` leaves it: ready for use or for more training.
 
-    It is in a folder, or was pushed to the Hub.
+    It is in a folder, or was pushed to the Hub. A checkpoint of an adapted model that a Trainer wrote will do as well.
     """
     folder = Path(path) if Path(path).is_dir() else _downloaded(path, revision, token)
     parts = adapted_parts(folder)
@@ -70,29 +73,36 @@ def load_adapted(base: Any, path: str | os.PathLike, *, revision: str | None = N
         raise HfGrowError(f"{folder} holds neither {GROWTH_FOLDER} nor {LORA_FOLDER}, which save_adapted would write.")
     if not isinstance(base, PreTrainedModel):
         raise HfGrowError(f"load_adapted takes a transformers model, not {type(base).__name__}.")
-    if LORA_FOLDER in parts and not any((folder / LORA_FOLDER).glob("adapter_model.*")):
-        raise HfGrowError(f"{folder / LORA_FOLDER} is incomplete: there is no adapter_model.safetensors.")
+    lora = _read_lora(parts[LORA_FOLDER]) if LORA_FOLDER in parts else None
     model, training = base, base.training
     if GROWTH_FOLDER in parts:
-        load_growth(model, folder / GROWTH_FOLDER)
+        load_growth(model, parts[GROWTH_FOLDER])
     elif not isinstance(model, GrowableModel):
         make_growable(model)
-    if LORA_FOLDER in parts:
-        with clear_errors(folder / LORA_FOLDER):
-            model = _with_lora(model, folder / LORA_FOLDER)
+    if lora is not None:
+        with clear_errors(parts[LORA_FOLDER]):
+            model = _with_lora(model, *lora)
     return freeze_base(model).train(training)
 
 
 def _downloaded(name: str | os.PathLike, revision: str | None, token: str | None) -> Path:
     with clear_errors(name):
-        files = [f"{part}/*" for part in (GROWTH_FOLDER, LORA_FOLDER)]
+        files = [f"{part}/*" for part in (GROWTH_FOLDER, LORA_FOLDER)] + ["adapter_*"]
         return Path(snapshot_download(os.fspath(name), revision=revision, token=token, allow_patterns=files))
 
 
-def _with_lora(model: Any, folder: Path) -> PeftModel:
+def _read_lora(folder: Path) -> tuple[PeftConfig, dict[str, Tensor]]:
+    """The config and weights of saved LoRA."""
+    if not any(folder.glob("adapter_model.*")):
+        raise HfGrowError(f"{folder} is incomplete: there is no adapter_model.safetensors.")
+    with clear_errors(folder):
+        config = replace(PeftConfig.from_pretrained(str(folder)), inference_mode=False)
+        return config, load_peft_weights(str(folder), device="cpu")
+
+
+def _with_lora(model: Any, config: PeftConfig, saved: dict[str, Tensor]) -> PeftModel:
     """A model with saved LoRA, which 0.1 put onto projections that growth had widened."""
-    wrapped = get_peft_model(model, replace(PeftConfig.from_pretrained(str(folder)), inference_mode=False))
-    saved = load_peft_weights(str(folder), device="cpu")
+    wrapped = get_peft_model(model, config)
     named = {
         name.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default."): name for name in saved
     }
@@ -105,10 +115,15 @@ def _with_lora(model: Any, folder: Path) -> PeftModel:
     return wrapped
 
 
-def adapted_parts(path: str | os.PathLike) -> list[str]:
-    """What of growth and LoRA there is in a folder of `save_adapted`; nothing in any other."""
-    files = {GROWTH_FOLDER: WEIGHTS_FILE, LORA_FOLDER: LORA_CONFIG_FILE}
-    return [part for part, file in files.items() if Path(path, part, file).is_file()]
+def adapted_parts(path: str | os.PathLike) -> dict[str, Path]:
+    """Where growth and LoRA are in a folder of `save_adapted`, or of what PEFT saved of both; empty for any other."""
+    folder = Path(path)
+    growth, lora = folder / GROWTH_FOLDER, folder / LORA_FOLDER
+    parts = {GROWTH_FOLDER: growth} if (growth / WEIGHTS_FILE).is_file() else {}
+    for place in (lora, *([folder] if parts else [])):
+        if (place / LORA_CONFIG_FILE).is_file():
+            return parts | {LORA_FOLDER: place}
+    return parts
 
 
 def adapt_or_resume(

@@ -20,7 +20,7 @@ from hf_grow.growth.report import GrowthReport
 from hf_grow.measuring.config import CollectConfig
 from hf_grow.reporting.html_report import HTML_FILE, plan_table, report_facts, write_report
 from hf_grow.saving.checkpoint import check_out_folder, save_grown
-from hf_grow.saving.growth_file import check_base, save_growth
+from hf_grow.saving.growth_on_base import check_base, save_growth
 
 REPORT_FILE = "growth_report.json"
 

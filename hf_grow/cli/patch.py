@@ -14,7 +14,8 @@ from hf_grow.cli.options import AsJson, Overwrite, Revision
 from hf_grow.cli.output import print_json, print_summary, say
 from hf_grow.errors import HfGrowError
 from hf_grow.saving.checkpoint import check_out_folder, save_grown
-from hf_grow.saving.growth_file import GROWTH_FOLDER, load_growth, read_growth
+from hf_grow.saving.growth_file import GROWTH_FOLDER, read_growth
+from hf_grow.saving.growth_on_base import load_growth
 from hf_grow.surgery.patch import make_growable
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
+from peft.utils.constants import CONFIG_NAME as LORA_CONFIG_FILE
 from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -89,7 +90,8 @@ def inspect_checkpoint(path: str | os.PathLike) -> dict:
     if is_growth_folder(folder):
         return read_growth(folder).summary()
     if is_growth_folder(folder / GROWTH_FOLDER):
-        return read_growth(folder / GROWTH_FOLDER).summary() | {"lora": (folder / LORA_FOLDER).is_dir()}
+        lora = (folder / LORA_FOLDER).is_dir() or (folder / LORA_CONFIG_FILE).is_file()
+        return read_growth(folder / GROWTH_FOLDER).summary() | {"lora": lora}
     if (folder / LORA_FOLDER).is_dir():
         raise HfGrowError(f"{folder} holds LoRA alone, which is PEFT's: look at {folder / LORA_FOLDER}.")
     with clear_errors(path):

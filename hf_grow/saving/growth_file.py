@@ -1,4 +1,4 @@
-"""Growth as an adapter: a file of the new columns and heads alone, to be put onto the base model and taken off again.
+"""The files of growth without its base, written and read.
 
 `growth.safetensors` holds, as `<kind>.<layer>.<role>.columns`, the new columns of the base's heads and, as `….heads`,
 the new heads, each (heads, columns, features): of the inputs, with the bias last where there is one, or of the output.
@@ -6,10 +6,9 @@ A learnt softmax scale is `<kind>.<layer>.scale`.
 `growth.json` holds what they are for: the base and its hash, the sizes with and without growth, and the history.
 """
 
-import copy
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -22,32 +21,22 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from hf_grow.errors import HfGrowError
-from hf_grow.files import check_out_folder, clear_errors, digest, replacing
-from hf_grow.modeling.attached_growth import PARTS, SCALE, AttachedGrowth, attach, detach, part_sizes
+from hf_grow.files import clear_errors, digest
+from hf_grow.modeling.attached_growth import PARTS, SCALE, AttachedGrowth, part_sizes
 from hf_grow.modeling.growable_attention import ROLES, AttentionDims, AttentionSite, attention_sites, layer_entry
-from hf_grow.modeling.growable_model import (
-    GROWTH_FILE,
-    RECORD_KEYS,
-    GrowableModel,
-    hub_arguments,
-    size_record,
-)
-from hf_grow.surgery.base import Model, base_hash, base_parameters, growth_parameters, has_grown, without_adapters
+from hf_grow.modeling.growable_model import GROWTH_FILE, GrowableModel, hub_arguments
+from hf_grow.modeling.size_record import RECORD_KEYS, size_record
+from hf_grow.surgery.base import base_hash, base_parameters
 from hf_grow.surgery.blocks import (
     Parts,
     by_columns,
     divided,
     growth_parts,
-    leading,
     own_blocks,
     part_weights,
 )
-from hf_grow.surgery.change import Change, new_weights
-from hf_grow.surgery.forms import check_divisible
-from hf_grow.surgery.optimizer_state import Added, carry_state, drop_parameters
-from hf_grow.surgery.patch import make_growable, require_growable
+from hf_grow.surgery.change import new_weights
 from hf_grow.surgery.place import input_sizes
-from hf_grow.surgery.structure import DEFAULT_NAME, check_name, check_whole
 
 WEIGHTS_FILE = "growth.safetensors"
 # The parts of a folder that holds growth and LoRA.
@@ -62,119 +51,16 @@ OWN_FIELDS = ("kind", "model_type", "base_dtype", "base_sizes", "sizes", "weight
 LayerKey = tuple[str, int]
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
-def save_growth(
-    model: Model,
-    path: str | os.PathLike,
-    *,
-    overwrite: bool = False,
-    extras: Callable[[Path], None] | None = None,
-) -> Path:
-    """Write only what growth added to a model, also where PEFT has wrapped it, to a folder that appears all at once.
-
-    Of attached growth that which is active. Refused where the base model's weights are not those of the first growth
-    any more. `extras` may write more files.
-    """
-    grown = _growable(model)
-    folder = check_out_folder(path, overwrite)
-    check_base(grown)
-    sites = attention_sites(grown)
+def write_growth(model: Any, folder: Path) -> None:
+    """Write what growth added to a growable model, of attached growth that which is active, into a folder."""
+    sites = attention_sites(model)
     weights = {name: part for site in sites for name, part in _new_parts(site)}
     if not weights:
         raise HfGrowError("Nothing was grown yet, so there is no growth to save: grow the model first.")
-    content = grown.growth_history | _description(grown, sites, weights)
-    with replacing(folder) as aside:
-        save_file(weights, aside / WEIGHTS_FILE, metadata={"format": "pt"})
-        content["weights_hash"] = _file_hash(aside / WEIGHTS_FILE)
-        (aside / GROWTH_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        if extras is not None:
-            extras(aside)
-    return folder
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def load_growth(
-    model: Model,
-    path_or_hub_id: str | os.PathLike,
-    *,
-    revision: str | None = None,
-    token: str | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    name: str | None = None,
-    check_base: bool = True,
-) -> Any:
-    """Attach saved growth to its base model, in place, and compute with it from now on; returns the same model.
-
-    The model may be stock, growable or grown, quantised or under adapters, with the base's weights to the bit;
-    otherwise nothing changes. `check_base=False` takes another base of the same sizes, such as the plain one of growth
-    that was trained beside a quantised one. Without a `name` the growth takes the place of any that is there, else it
-    comes beside what is attached under other names, and `model.set_growth(name)` switches between them. An `optimizer`
-    of the model goes on with its state for what stays.
-    """
-    growth = read_growth(path_or_hub_id, revision=revision, token=token)
-    target = without_adapters(model)
-    growth.check_family(target)
-    stock = not isinstance(target, GrowableModel)
-    asked = _unweighted(target) if stock else target
-    on_projections = growth.fits_projections(asked)
-    if name is not None:
-        _check_new_name(asked, check_name(name), on_projections)
-    if check_base:
-        growth.check_base(target, with_merged=on_projections)
-    growth.check_sites(attention_sites(asked))
-    if stock:
-        make_growable(target)
-    ready = [(site.attention, growth.module(site)) for site in attention_sites(target)]
-    if name is None or not on_projections:
-        _take_off(target, optimizer, merged=not on_projections)
-    for attention, module in ready:
-        if module is not None:
-            attach(attention, name or DEFAULT_NAME, module)
-    target.config.growths[name or DEFAULT_NAME] = growth.history
-    target.set_growth(name or DEFAULT_NAME)
-    if optimizer is not None:
-        added = [Added(parameter, None) for parameter in growth_parameters(target)]
-        carry_state(optimizer, [], added).apply(target.parameters())
-    return model
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def remove_growth(model: Model, *, optimizer: torch.optim.Optimizer | None = None, name: str | None = None) -> Any:
-    """Take growth off a model, in place, which leaves the base bit for bit; returns the same model.
-
-    Of attached growth that of a name, or all; without any, growth that is merged into the projections, if these still
-    hold the base's weights.
-    """
-    target = _growable(model)
-    if name is not None:
-        if name not in target.config.growths:
-            known = ", ".join(target.config.growths) or "none"
-            raise HfGrowError(f"There is no attached growth of the name {name!r}; attached are: {known}.")
-        _take_off(target, optimizer, merged=False, names=[name])
-    elif target.config.growths:
-        _take_off(target, optimizer, merged=False)
-    else:
-        check_base(target)
-        _take_off(target, optimizer, merged=True)
-    return model
-
-
-def check_base(model: PreTrainedModel) -> None:
-    """Refuse a growable model whose base is not the leading part of its weights, as it was at the first growth."""
-    if model.active_growth is None:
-        check_divisible(model)
-    advice = "so the growth cannot be told from the base: use save_grown, which writes the whole model."
-    recorded = model.growth_history.get("base_hash")
-    if recorded is None and (model.growth_history["events"] or has_grown(model)):
-        raise HfGrowError(f"The history does not say what the base's weights were at the first growth, {advice}")
-    if recorded is not None and recorded != _present_hash(model):
-        raise HfGrowError(
-            "The base's weights are not those of the first growth any more (all weights were trained, an adapter was "
-            f"merged, or the dtype changed), {advice}"
-        )
+    content = model.growth_history | _description(model, sites, weights)
+    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    content["weights_hash"] = _file_hash(folder / WEIGHTS_FILE)
+    (folder / GROWTH_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -230,7 +116,7 @@ class GrowthFile:
                 f"{self.name} is growth of {wanted} weights, and the model's are {dtype}: load it as {wanted}, or "
                 "take it all the same with check_base=False."
             )
-        if _present_hash(model, with_merged=with_merged) != self.content["base_hash"]:
+        if present_hash(model, with_merged=with_merged) != self.content["base_hash"]:
             base = self.content.get("base_model") or "a base model without a name"
             raise HfGrowError(
                 f"{self.name} is growth of {base} with other weights than this model has; check_base=False takes it "
@@ -334,76 +220,13 @@ def _read_content(name: str, file: Path) -> dict[str, Any]:
     return content
 
 
-def _growable(model: PreTrainedModel) -> Any:
-    target = without_adapters(model)
-    require_growable(target)
-    return target
-
-
-def _present_hash(model: PreTrainedModel, *, with_merged: bool = False) -> str:
+def present_hash(model: PreTrainedModel, *, with_merged: bool = False) -> str:
     """That of the base; with `with_merged` of the projections as they are, which attached growth stands beside."""
     attached = isinstance(model, GrowableModel) and bool(model.config.growths)
     mark = base_hash(model, growth=with_merged and not attached)
     if mark is None:
         raise HfGrowError("The model's weights are not all in memory: load it without offloading.")
     return mark
-
-
-def _check_new_name(model: Any, name: str, on_projections: bool) -> None:
-    if model.config.growths and not on_projections:
-        raise HfGrowError("This growth has another base than what is attached: remove that first, or give no name.")
-    if name in model.config.growths:
-        raise HfGrowError(f"Growth of the name {name!r} is attached already: take another name, or remove that first.")
-
-
-def _unweighted(model: PreTrainedModel) -> Any:
-    """A growable model of the same sizes without memory, to be asked before the model itself is touched."""
-    with torch.device("meta"):
-        return make_growable(type(model)(copy.deepcopy(model.config)))
-
-
-def _take_off(
-    model: Any, optimizer: torch.optim.Optimizer | None, *, merged: bool, names: Iterable[str] | None = None
-) -> None:
-    """Let go of attached growth, all or of these names, and of merged growth if asked to."""
-    gone = list(model.config.growths if names is None else names)
-    dropped = {
-        parameter
-        for site in attention_sites(model)
-        for name, growth in site.attention.attached.items()
-        if name in gone
-        for parameter in growth.parameters()
-    }
-    changes = []
-    if merged:
-        for site in attention_sites(model):
-            base = site.attention.base_dims
-            if site.attention.own_dims != base:
-                check_whole(site)
-                # A copy, so that the memory of what is removed can be freed.
-                kept = {role: leading(block, role, base).clone() for role, block in own_blocks(site).items()}
-                changes.append(Change(site, kept, kept=base, scaling=base.scaling))
-    ready = [change.prepared() for change in changes]
-    carried = (
-        None if optimizer is None else carry_state(optimizer, [each for edit in ready for each in edit.replacements])
-    )
-    for site in attention_sites(model):
-        for name in gone:
-            detach(site.attention, name)
-    for edit in ready:
-        edit.apply()
-    for name in gone:
-        del model.config.growths[name]
-    if carried is not None:
-        carried.apply()
-        drop_parameters(carried.optimizer, dropped)
-    if merged:
-        for site in attention_sites(model):
-            site.attention.score_scale = None
-        # The next growth is a first one: until then the base may learn.
-        history = {name: value for name, value in model.config.growth_history.items() if name != "base_hash"}
-        model.config.growth_history = history | {"events": []}
-    model.config.record(attention_sites(model))
 
 
 def _new_parts(site: AttentionSite) -> Iterator[tuple[str, Tensor]]:

@@ -54,17 +54,6 @@ def growth_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for growth in growths if growth is not None for parameter in growth.parameters()]
 
 
-def freeze_base(model: Model) -> Any:
-    """Let only the attached growth that is active learn, and adapters as they are; returns the same model."""
-    active = set(growth_parameters(model))
-    for _, parameter in (*base_parameters(model), *_attached_parameters(model)):
-        parameter.requires_grad_(parameter in active)
-        if parameter not in active:
-            # An optimizer would go on with a gradient from before.
-            parameter.grad = None
-    return model
-
-
 def base_hash(model: nn.Module, *, growth: bool = False) -> str | None:
     """A mark of all weights as they are without adapters and, unless with `growth`, without growth.
 
@@ -72,7 +61,7 @@ def base_hash(model: nn.Module, *, growth: bool = False) -> str | None:
     memory.
     """
     model = without_adapters(model)
-    attached = list(_attached_parameters(model))
+    attached = list(attached_parameters(model))
     sites = [] if growth or attached else attention_sites(model)
     parts = {parameter: part for site in sites if _is_merged(site) for parameter, part in base_parts(site)}
     weights = dict(base_parameters(model)) | (dict(attached) if growth else {})
@@ -102,7 +91,7 @@ def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         for inside in WRAPPED
         if inside in module._modules
     ]
-    attached = {name for name, _ in _attached_parameters(model)}
+    attached = {name for name, _ in attached_parameters(model)}
     for name, parameter in model.named_parameters():
         if name in attached:
             continue
@@ -112,7 +101,7 @@ def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield name, parameter
 
 
-def _attached_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def attached_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of all attached growth, active or not, by name."""
     for prefix, module in model.named_modules():
         if isinstance(module, AttachedGrowth):

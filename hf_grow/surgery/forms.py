@@ -13,10 +13,19 @@ from transformers import PreTrainedModel
 from hf_grow.errors import HfGrowError
 from hf_grow.files import first_line
 from hf_grow.modeling.attached_growth import SCALE, AttachedGrowth, attach, detach
-from hf_grow.modeling.growable_attention import ROLES, AttentionSite, attention_sites, scale_factors
+from hf_grow.modeling.growable_attention import ROLES, attention_sites
 from hf_grow.surgery.base import Model, has_adapters, has_merged_growth, without_adapters
-from hf_grow.surgery.blocks import Blocks, divided, leading, own_blocks, part_weights, read_blocks
-from hf_grow.surgery.change import Change, longer_scale, new_weights
+from hf_grow.surgery.blocks import (
+    Blocks,
+    divided,
+    effective,
+    leading,
+    own_blocks,
+    part_weights,
+    query_factors,
+    read_blocks,
+)
+from hf_grow.surgery.change import Change, new_weights
 from hf_grow.surgery.patch import is_widenable, require_growable
 from hf_grow.surgery.structure import DEFAULT_NAME, check_name, check_whole
 
@@ -26,12 +35,14 @@ from hf_grow.surgery.structure import DEFAULT_NAME, check_name, check_whole
 def merge_growth(model: Model, *, dequantize: bool = False) -> Any:
     """Put the attached growth that is active into the projections, in place; returns the same model.
 
-    Quantised projections cannot take it: with `dequantize` the whole model gets plain weights first. A learnable scale
-    of the growth goes into the query weights, so that the base cannot be told from the growth any more.
+    Learnable scales, also those of a model whose growth is merged already, go into the query weights; then the base
+    cannot be told from the growth any more. Quantised projections cannot take growth: with `dequantize` the whole model
+    gets plain weights first.
     """
     target = _growable(model)
     name = target.active_growth
-    if name is None:
+    sites = [site for site in attention_sites(target) if site.growth or site.attention.score_scale is not None]
+    if name is None and (target.config.growths or not sites):
         raise HfGrowError("There is no attached growth that is active, so nothing is merged.")
     others = sorted(target.config.growths.keys() - {name})
     if others:
@@ -42,14 +53,16 @@ def merge_growth(model: Model, *, dequantize: bool = False) -> Any:
         raise HfGrowError("Adapters sit on the projections that would be widened: merge and unload them first.")
     if not is_widenable(target):
         _dequantize(target, dequantize)
-    sites = [site for site in attention_sites(target) if site.growth is not None]
-    edits = [Change(site, _folded(site), scale=_own_scale(site)).prepared() for site in sites]
+    edits = [Change(site, effective(read_blocks(site), query_factors(site))).prepared() for site in sites]
     for site, edit in zip(sites, edits, strict=True):
-        detach(site.attention, name)
+        if name is not None:
+            detach(site.attention, name)
         edit.apply()
-    base, grown = target.config.growth_history, target.config.growths.pop(name)
-    history = {**grown, "events": [*base["events"], *grown["events"]]}
-    target.config.growth_history = history | {"base_hash": base.get("base_hash") or grown.get("base_hash")}
+        site.attention.score_scale = None
+    if name is not None:
+        base, grown = target.config.growth_history, target.config.growths.pop(name)
+        history = {**grown, "events": [*base["events"], *grown["events"]]}
+        target.config.growth_history = history | {"base_hash": base.get("base_hash") or grown.get("base_hash")}
     target.config.record(attention_sites(target))
     return model
 
@@ -133,16 +146,3 @@ def _dequantize(model: Any, asked: bool) -> None:
             f"transformers cannot dequantize this model ({first_line(error)}): put the growth onto the plain base "
             "model with load_growth(…, check_base=False) and merge there."
         ) from error
-
-
-def _folded(site: AttentionSite) -> Blocks:
-    """All weights of a module, with the learnt scale of its growth in the queries."""
-    blocks, scale = read_blocks(site), site.growth.scale
-    if scale is not None:
-        factors = scale_factors(scale, blocks["query"].shape[0]).to(blocks["query"])
-        blocks["query"] = blocks["query"] * factors[:, None, None]
-    return blocks
-
-
-def _own_scale(site: AttentionSite) -> torch.Tensor | None:
-    return longer_scale(site.attention.score_scale, site.attention.n_heads)

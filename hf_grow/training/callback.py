@@ -21,16 +21,16 @@ from hf_grow.modeling.growable_attention import attention_sites
 from hf_grow.modeling.growable_model import GrowableModel
 from hf_grow.running.batches import Batch, read_batches
 from hf_grow.running.passes import Passes
-from hf_grow.surgery.base import freeze_base, growth_parameters, has_grown
+from hf_grow.surgery.base import growth_parameters, has_grown
 from hf_grow.surgery.optimizer_state import drop_parameters, plain_optimizer
 from hf_grow.surgery.patch import make_growable
 from hf_grow.training.checks import labelled
 from hf_grow.training.config import OWN_RATE, TRAIN
 from hf_grow.training.distributed import LaunchedProcesses, rewrap, wrappers_of
 from hf_grow.training.feed import random_numbers
+from hf_grow.training.learning import freeze_base, let_growth_learn, separate_growth
 from hf_grow.training.resume import WatchedModel
 from hf_grow.training.schedule import GrowthSchedule, GrowthState, check_first_event, check_steps, grow_on_schedule
-from hf_grow.training.setup import let_growth_learn, separate_growth
 
 logger = logging.getLogger("hf_grow")
 
@@ -278,7 +278,7 @@ def _check_supported(args: Any, model: PreTrainedModel) -> None:
     if args.torch_compile or isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None:
         raise HfGrowError("A compiled model would be compiled again for every size: train it without torch.compile.")
     if hasattr(model, "peft_config"):
-        raise HfGrowError("A model with adapters cannot grow in training: merge and unload them, or grow it before.")
+        raise HfGrowError("A model with adapters cannot grow inside a Trainer: grow it before, or use GrowthTrainer.")
     if args.auto_find_batch_size:
         raise HfGrowError("auto_find_batch_size starts a run again on a model that has grown: set the batch size.")
 

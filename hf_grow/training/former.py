@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_grow.files import digest
 from hf_grow.modeling.growable_attention import AttentionSite, attention_sites, in_rows, projection_size
-from hf_grow.modeling.growable_model import size_record
+from hf_grow.modeling.size_record import size_record
 from hf_grow.surgery.base import base_parameters, without_adapters
 from hf_grow.surgery.blocks import (
     Blocks,

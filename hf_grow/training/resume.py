@@ -18,17 +18,10 @@ from transformers import PreTrainedModel
 from hf_grow.errors import HfGrowError
 from hf_grow.modeling.attached_growth import SCALE, attached_shapes
 from hf_grow.modeling.growable_attention import in_rows
-from hf_grow.modeling.growable_model import (
-    entries,
-    projection_shapes,
-    read_history,
-    recorded_growths,
-    recorded_sizes,
-    resize,
-    take_history,
-)
-from hf_grow.surgery.base import freeze_base
+from hf_grow.modeling.growable_model import projection_shapes, read_history, resize, take_history
+from hf_grow.modeling.size_record import entries, recorded_growths, recorded_sizes
 from hf_grow.surgery.optimizer_state import State, swap_parameters
+from hf_grow.training.learning import freeze_base
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -22,10 +22,11 @@ from hf_grow.running.passes import Passes
 from hf_grow.surgery.base import without_adapters
 from hf_grow.training.checks import check_length
 from hf_grow.training.feed import mixed
+from hf_grow.training.learning import learning_parameters
 from hf_grow.training.prepared_run import PreparedRun, Start
 from hf_grow.training.run_state import RunState, save_run
 from hf_grow.training.schedule import GrowthState
-from hf_grow.training.setup import checkpoint_gradients, learning_parameters, newest_values
+from hf_grow.training.setup import checkpoint_gradients, newest_values
 from hf_grow.training.sharding import whole_state
 from hf_grow.training.wrapping import Wrapper, wrap
 

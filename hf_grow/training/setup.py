@@ -1,4 +1,4 @@
-"""What a training run is set up with: an accelerator, parameters that learn, an optimizer, and a model lent to it."""
+"""What a training run is set up with: an accelerator, an optimizer, and a model lent to it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_grow.errors import HfGrowError
 from hf_grow.modeling.growable_attention import attention_sites
-from hf_grow.surgery.base import freeze_base, growth_parameters, has_merged_growth, without_adapters
-from hf_grow.surgery.forms import attach_growth
+from hf_grow.surgery.base import without_adapters
 from hf_grow.training.config import TrainConfig
 
 
@@ -36,30 +35,6 @@ def make_accelerator(config: TrainConfig, folder: str | Path | None) -> Accelera
     if config.tracker is not None and not accelerator.log_with:
         raise HfGrowError(f"The tracker {config.tracker} is not installed: install it, or choose another.")
     return accelerator
-
-
-def learning_parameters(model: PreTrainedModel, train: str) -> list[torch.nn.Parameter]:
-    """What the optimizer gets: all that learns. With train="new" the base is frozen and its growth is beside it."""
-    if train == "new":
-        let_growth_learn(model)
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not learning:
-        raise HfGrowError("No parameter of the model learns: set requires_grad where training should change it.")
-    return learning
-
-
-def let_growth_learn(model: Any) -> None:
-    """Freeze the base, so that only attached growth learns, and adapters; refused where there is no growth."""
-    if not growth_parameters(model):
-        raise HfGrowError("train='new' needs something new: grow the model first, or train='all'.")
-    freeze_base(model)
-
-
-def separate_growth(model: Any) -> None:
-    """Growth that is merged into a growable model goes beside its projections, where it can learn alone."""
-    inner = without_adapters(model)
-    if inner.active_growth is None and has_merged_growth(inner):
-        attach_growth(inner)
 
 
 def make_optimizer(parameters: list[torch.nn.Parameter], config: TrainConfig) -> torch.optim.Optimizer:

@@ -22,11 +22,12 @@ from hf_grow.surgery.patch import make_growable
 from hf_grow.training.checks import check_accelerator
 from hf_grow.training.config import TrainConfig
 from hf_grow.training.feed import Collate, Feed, evaluation_batches
+from hf_grow.training.learning import separate_growth
 from hf_grow.training.prepared_run import MakeOptimizer, PreparedRun, Start
 from hf_grow.training.run import Run, begin_run
 from hf_grow.training.run_state import RunState, checkpoints, clear_remains
 from hf_grow.training.schedule import GrowthSchedule, GrowthState
-from hf_grow.training.setup import left_as_found, make_accelerator, make_optimizer, separate_growth
+from hf_grow.training.setup import left_as_found, make_accelerator, make_optimizer
 from hf_grow.training.wrapping import Shard
 
 # What a trainer was given, and kept as its own until 0.2.

@@ -163,6 +163,9 @@ def test_a_learnable_scale_starts_where_it_was_and_is_merged_into_the_queries(mo
     merged = tensors(merge_growth(models[0]), inputs_of(models[0]))["logits"]
     assert relative_difference(merged, logits[0]) < 1e-10
     assert not any("scale" in name for name in models[0].state_dict())
+    folded = merge_growth(copy.deepcopy(models[1]))
+    assert relative_difference(tensors(folded, inputs_of(folded))["logits"], logits[1]) < 1e-10
+    assert not any("scale" in name for name in folded.state_dict())
     attached = tensors(attach_growth(models[1]), inputs_of(models[1]))["logits"]
     assert relative_difference(attached, logits[1]) < 1e-10
 
