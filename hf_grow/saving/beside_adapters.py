@@ -65,11 +65,11 @@ class KeepsGrowth:
 def keep_growth(model: Any) -> None:
     """Have growth beside the adapters of a model saved and loaded with them; without adapters do nothing."""
     if isinstance(model, PeftModel) and not isinstance(model, KeepsGrowth):
-        model.__class__ = _keeping(model.__class__)
+        model.__class__ = _keeping(type(model))  # type: ignore[arg-type]
 
 
 @cache
-def _keeping(cls: Any) -> Any:
+def _keeping(cls: type) -> Any:
     return type(cls.__name__, (KeepsGrowth, cls), {"__module__": cls.__module__})
 
 

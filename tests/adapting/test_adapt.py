@@ -8,7 +8,7 @@ import pytest
 import torch
 from hub_server import HubServer
 from models import VOCABULARY, causal_model, relative_difference, small_model
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from runs import interrupted_at
 from transformers import BertForSequenceClassification
 
@@ -202,7 +202,7 @@ def test_a_failed_save_leaves_the_old_one(tmp_path, monkeypatch):
     def broken(*_, **__):
         raise OSError("disk full")
 
-    monkeypatch.setattr(model, "save_pretrained", broken)
+    monkeypatch.setattr(PeftModel, "save_pretrained", broken)
     with pytest.raises(HfGrowError, match="disk full"):
         save_adapted(model, tmp_path / "added", overwrite=True)
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
