@@ -1,4 +1,4 @@
-"""The benchmarks of growth, adapters and their costs run at tiny sizes and give numbers for every cell."""
+"""The scripts that measure run at tiny sizes and give numbers for every cell."""
 
 import json
 import math
@@ -6,6 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 SIZES = "--layers 1 --width 16 --heads 2 --length 16 --batch-size 2 --steps 6 --warmup 2 --growth-sequences 8"
 AMOUNTS = "--grow-at 2 4 --columns 2 --checkpoints 1 2 3 --seeds 2"
@@ -105,3 +108,46 @@ def test_the_paper_numbers_of_adapter_costs_are_those_of_the_formulas():
     assert done.returncode == 0, done.stderr[-2000:]
     # 32 layers · 2 · 4096 · 32 heads · 8 columns, and 32 · 16 · 4 · 8192.
     assert "67,108,864" in done.stdout and "16,777,216" in done.stdout
+
+
+def test_the_comparison_of_scales_prints_its_tables_and_writes_every_number(tmp_path):
+    command = [sys.executable, ROOT / "scripts" / "bench_scale.py", "--seeds", "1", "--steps", "0", "1"]
+    sizes = ["--sequences", "8", "--batch", "2", "--length", "16", "--blocks", "64", "--json", tmp_path / "out.json"]
+    done = subprocess.run([*command, *sizes], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert list(results) == ["frozen base", "all weights"]
+    for losses in results.values():
+        assert list(losses) == ["frozen", "learnable", "learnable_per_head"]
+        # The scale starts where it was, and then learns.
+        assert losses["frozen"]["0"] == pytest.approx(losses["learnable"]["0"], rel=1e-5)
+        assert losses["frozen"]["1"] != losses["learnable"]["1"]
+
+
+def test_the_attention_benchmark_prints_its_table():
+    command = [sys.executable, ROOT / "scripts" / "bench_attention.py", "--layers", "1", "--lengths", "32"]
+    done = subprocess.run([*command, "--rounds", "2"], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "ungrown / stock" in done.stdout and "decoding" in done.stdout
+
+
+def test_the_collection_benchmark_prints_its_tables(tmp_path):
+    command = [sys.executable, ROOT / "scripts" / "bench_collect.py", "--layers", "1", "--lengths", "32", "64"]
+    shapes = ["--width", "64", "--heads", "4", "--vocabulary", "512", "--json", tmp_path / "rows.json"]
+    done = subprocess.run([*command, *shapes, "--rounds", "2"], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "key probes" in done.stdout and "32 → 64" in done.stdout and "training steps" in done.stdout
+    results = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
+    megabytes = {row["step"]: row["megabytes"] for row in results["steps"] if row["n"] == 64 and row["step"] != "again"}
+    # At its end a training step holds a gradient for every parameter; of embeddings and one layer there are so many.
+    assert megabytes["training"] > 4 * ((512 + 1024) * 64 + 12 * 64**2) / 2**20
+    assert megabytes["grams"] < megabytes["key probes"] < megabytes["exact"]
+    assert {row["collection"] for row in results["solving"]} == {"sketch", "exact"}
+
+
+def test_the_comparison_of_choices_prints_its_tables():
+    command = [sys.executable, ROOT / "scripts" / "compare_choices.py", "--tables", "sketch"]
+    sizes = ["--length", "16", "--sequences", "16"]
+    done = subprocess.run([*command, *sizes], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "phases='split'" in done.stdout

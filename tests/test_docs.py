@@ -3,7 +3,6 @@
 import ast
 import importlib
 import inspect
-import json
 import os
 import pkgutil
 import re
@@ -74,35 +73,6 @@ def test_commands_in_the_readme_exist():
     targets = set(re.findall(r"`?make ([a-z-]+)", text)) - {"it"}
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert targets and all(re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in targets)
-
-
-def test_the_attention_benchmark_prints_its_table():
-    command = [sys.executable, ROOT / "scripts" / "bench_attention.py", "--layers", "1", "--lengths", "32"]
-    done = subprocess.run([*command, "--rounds", "2"], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "ungrown / stock" in done.stdout and "decoding" in done.stdout
-
-
-def test_the_collection_benchmark_prints_its_tables(tmp_path):
-    command = [sys.executable, ROOT / "scripts" / "bench_collect.py", "--layers", "1", "--lengths", "32", "64"]
-    shapes = ["--width", "64", "--heads", "4", "--vocabulary", "512", "--json", tmp_path / "rows.json"]
-    done = subprocess.run([*command, *shapes, "--rounds", "2"], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "key probes" in done.stdout and "32 → 64" in done.stdout and "training steps" in done.stdout
-    found = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
-    megabytes = {row["step"]: row["megabytes"] for row in found["steps"] if row["n"] == 64 and row["step"] != "again"}
-    # At its end a training step holds a gradient for every parameter; of embeddings and one layer there are so many.
-    assert megabytes["training"] > 4 * ((512 + 1024) * 64 + 12 * 64**2) / 2**20
-    assert megabytes["grams"] < megabytes["key probes"] < megabytes["exact"]
-    assert {row["collection"] for row in found["solving"]} == {"sketch", "exact"}
-
-
-def test_the_comparison_of_choices_prints_its_tables():
-    command = [sys.executable, ROOT / "scripts" / "compare_choices.py", "--tables", "sketch"]
-    sizes = ["--length", "16", "--sequences", "16"]
-    done = subprocess.run([*command, *sizes], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "phases='split'" in done.stdout
 
 
 def test_names_in_the_maths_are_those_of_the_code():

@@ -80,6 +80,7 @@ def test_chunked_prefill_with_a_static_cache_works(model_type):
     assert torch.equal(chunked, expected)
 
 
+@pytest.mark.slow  # The first use compiles a kernel.
 @pytest.mark.skipif(importlib.util.find_spec("optimum") is None, reason="needs optimum-quanto (extra: quantized)")
 @every_causal
 def test_a_quantized_cache_works(model_type):
