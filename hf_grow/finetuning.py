@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_grow.adapting.adapt import trainable_parameters
-from hf_grow.adapting.budget import choose_amounts
+from hf_grow.adapting.budget import check_start, choose_amounts
 from hf_grow.adapting.config import ADAPTER_LEARNING_RATE, AdaptConfig
 from hf_grow.adapting.saved import adapt_or_resume, save_adapted
 from hf_grow.data import DataConfig, load_sequences, split_rows
@@ -20,7 +20,7 @@ from hf_grow.modeling.growable_model import GrowableModel
 from hf_grow.running.passes import Passes
 from hf_grow.saving.checkpoint import check_out_folder, save_grown
 from hf_grow.surgery.base import growth_parameters
-from hf_grow.surgery.patch import make_growable
+from hf_grow.surgery.patch import is_widenable, make_growable
 from hf_grow.training.checks import check_batches, check_growth_and_schedule, labelled
 from hf_grow.training.config import TrainConfig
 from hf_grow.training.feed import Collate, Feed, evaluation_batches
@@ -174,8 +174,9 @@ class Finetuning:
     def _check_growth(self) -> None:
         if self.recipe is not None and (self.growth is not None or self.schedule is not None):
             raise HfGrowError("A recipe says itself how to grow: leave growth and schedule out, or the recipe.")
-        if self.growth_only and self.recipe is None:
-            raise HfGrowError("Only what a recipe adds to a frozen model can be saved alone: leave growth_only out.")
+        new_alone = self.config is not None and self.config.train == "new"
+        if self.growth_only and self.recipe is None and not new_alone:
+            raise HfGrowError("Only what is added to a frozen model can be saved alone: leave growth_only out.")
         check_growth_and_schedule(self.growth, self.schedule)
 
     def train(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: str) -> FinetuneResult:
@@ -213,7 +214,10 @@ class Finetuning:
         """Growable and on its device; a budget that is too small is refused before data is read."""
         if not isinstance(model, GrowableModel):
             make_growable(model)
+        if not self.growth_only and self.training.train == "new" and not is_widenable(model):
+            raise HfGrowError("A quantised model cannot take its growth to be saved whole: ask for growth_only.")
         if self.recipe is not None:
+            check_start(model, self.recipe)
             choose_amounts(model, self.recipe)
         model.to(accelerator.device)
 

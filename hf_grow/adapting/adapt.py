@@ -24,7 +24,7 @@ from hf_grow.running.passes import Processes
 from hf_grow.surgery.base import without_adapters
 from hf_grow.surgery.patch import make_growable
 from hf_grow.training.feed import random_numbers
-from hf_grow.training.learning import freeze_base
+from hf_grow.training.learning import freeze_base, freeze_growth
 
 
 def adapt(
@@ -51,6 +51,7 @@ def adapt(
     if accelerator is not None:
         model.to(accelerator.device)
     amounts, rank = choose_amounts(inner, config)
+    learning_modules = [] if isinstance(model, PeftModel) else whole_modules(inner, config)
     report = None
     if config.grows:
         growth = GrowthConfig(
@@ -61,10 +62,9 @@ def adapt(
             attach=True,
         )
         _, report = grow(model, batches, growth, collect=config.collect, accelerator=accelerator, progress=progress)
-    learning_modules = [] if isinstance(model, PeftModel) else whole_modules(model, config)
     if config.has_lora or learning_modules:
         model = _wrapped(model, config, rank, learning_modules)
-    return freeze_base(model), report
+    return freeze_base(model) if config.grows else freeze_growth(model), report
 
 
 def trainable_parameters(model: torch.nn.Module) -> int:

@@ -15,14 +15,13 @@ from hf_grow.growth.config import GrowthConfig
 from hf_grow.growth.kinds import COLUMN_KINDS, Kind
 from hf_grow.growth.pipeline import check_growth
 from hf_grow.modeling.growable_attention import projection_size
-from hf_grow.surgery.base import has_adapters
+from hf_grow.surgery.base import growth_parameters, has_adapters
 from hf_grow.surgery.patch import growable_sites
 from hf_grow.surgery.place import Place, place_of
 
 
 def choose_amounts(model: PreTrainedModel, config: AdaptConfig) -> tuple[dict[str, int], int]:
     """The new columns per head, by kind, and LoRA's rank for a growable model; refused where the budget allows none."""
-    check_start(model, config)
     amounts, rank = config.growth, config.rank if config.has_lora else 0
     if amounts is None or rank is None:
         budget = GrowthConfig(budget=config.budget).budget_for(model.num_parameters())
@@ -44,7 +43,7 @@ class Costs:
 
     column           of a new column in every head, by kind
     rank             of a rank of LoRA
-    whole_modules    of the modules that learn whole, such as a task head
+    whole_modules    of the modules that learn whole, such as a task head, and of growth that is there and will learn on
     room             for how many columns there is room in every layer, by kind
     """
 
@@ -63,7 +62,8 @@ class Costs:
         return cls(
             column={name: sum(kind.cost(place, place.dims) for place in places) for name, kind in COLUMN_KINDS.items()},
             rank=sum(sum(projection_size(target.projection)) for target in targets),
-            whole_modules=sum(parameter.numel() for module in modules for parameter in module.parameters()),
+            whole_modules=sum(parameter.numel() for module in modules for parameter in module.parameters())
+            + (sum(parameter.numel() for parameter in growth_parameters(model)) if config.grows else 0),
             room={name: _least_room(kind, places) for name, kind in COLUMN_KINDS.items()},
         )
 

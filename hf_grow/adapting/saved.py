@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from hf_grow.saving.growth_on_base import load_growth, save_growth
 from hf_grow.surgery.base import Model, has_adapters, has_grown, without_adapters
 from hf_grow.surgery.patch import make_growable
 from hf_grow.training.former import converted, is_former
-from hf_grow.training.learning import freeze_base
+from hf_grow.training.learning import freeze_base, freeze_growth
 
 CONFIG_FILE = "adapt.json"
 
@@ -51,10 +51,14 @@ def save_adapted(
         raise HfGrowError("The adapters of this model are not in a PeftModel: put them in with get_peft_model.")
     if not grown and not wrapped:
         raise HfGrowError("Nothing was added to this model, so there is nothing to save: adapt it first.")
+    if isinstance(model, PeftModel) and len(model.peft_config) > 1:
+        raise HfGrowError(
+            f"The model has several adapters ({', '.join(model.peft_config)}): delete all but the one to be saved."
+        )
     with replacing(folder) as aside:
         if grown:
             save_growth(model, aside / GROWTH_FOLDER)
-        if wrapped:
+        if isinstance(model, PeftModel):
             # Its own function, as growth has a folder already; "auto" would ask the Hub about the base model.
             PeftModel.save_pretrained(model, str(aside / LORA_FOLDER), save_embedding_layers=False)
         if config is not None:
@@ -73,16 +77,14 @@ def load_adapted(base: Any, path: str | os.PathLike, *, revision: str | None = N
         raise HfGrowError(f"{folder} holds neither {GROWTH_FOLDER} nor {LORA_FOLDER}, which save_adapted would write.")
     if not isinstance(base, PreTrainedModel):
         raise HfGrowError(f"load_adapted takes a transformers model, not {type(base).__name__}.")
-    lora = _read_lora(parts[LORA_FOLDER]) if LORA_FOLDER in parts else None
-    model, training = base, base.training
-    if GROWTH_FOLDER in parts:
-        load_growth(model, parts[GROWTH_FOLDER])
-    elif not isinstance(model, GrowableModel):
-        make_growable(model)
-    if lora is not None:
-        with clear_errors(parts[LORA_FOLDER]):
-            model = _with_lora(model, *lora)
-    return freeze_base(model).train(training)
+    growth, training = parts.get(GROWTH_FOLDER), base.training
+    if LORA_FOLDER in parts:
+        place = parts[LORA_FOLDER]
+        name = "default" if place in (folder, folder / LORA_FOLDER) else place.name
+        model = _with_lora(base, _SavedLora.read(place, name), growth)
+    else:
+        model = load_growth(base, growth)  # type: ignore[arg-type]
+    return (freeze_growth(model) if growth is None else freeze_base(model)).train(training)
 
 
 def _downloaded(name: str | os.PathLike, revision: str | None, token: str | None) -> Path:
@@ -91,39 +93,80 @@ def _downloaded(name: str | os.PathLike, revision: str | None, token: str | None
         return Path(snapshot_download(os.fspath(name), revision=revision, token=token, allow_patterns=files))
 
 
-def _read_lora(folder: Path) -> tuple[PeftConfig, dict[str, Tensor]]:
-    """The config and weights of saved LoRA."""
-    if not any(folder.glob("adapter_model.*")):
-        raise HfGrowError(f"{folder} is incomplete: there is no adapter_model.safetensors.")
-    with clear_errors(folder):
-        config = replace(PeftConfig.from_pretrained(str(folder)), inference_mode=False)
-        return config, load_peft_weights(str(folder), device="cpu")
+@dataclass(frozen=True)
+class _SavedLora:
+    """One adapter of PEFT as read from its folder."""
+
+    folder: Path
+    name: str
+    config: PeftConfig
+    weights: dict[str, Tensor]
+
+    @classmethod
+    def read(cls, folder: Path, name: str) -> "_SavedLora":
+        if not any(folder.glob("adapter_model.*")):
+            raise HfGrowError(f"{folder} is incomplete: there is no adapter_model.safetensors.")
+        with clear_errors(folder):
+            config = replace(PeftConfig.from_pretrained(str(folder)), inference_mode=False)
+            return cls(folder, name, config, load_peft_weights(str(folder), device="cpu"))
+
+    def parameters(self) -> dict[str, str]:
+        """The names of the weights by those of the parameters that hold them."""
+        sides = {f".{side}.": f".{side}.{self.name}." for side in ("lora_A", "lora_B")}
+        names = {}
+        for name in self.weights:
+            parameter = name
+            for short, full in sides.items():
+                parameter = parameter.replace(short, full)
+            names[parameter] = name
+        return names
 
 
-def _with_lora(model: Any, config: PeftConfig, saved: dict[str, Tensor]) -> PeftModel:
-    """A model with saved LoRA, which 0.1 put onto projections that growth had widened."""
-    wrapped = get_peft_model(model, config)
-    named = {
-        name.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default."): name for name in saved
-    }
-    present = {name: saved[short] for name, short in named.items()}
-    if is_former(wrapped, present):
-        weights = converted(wrapped, present)
-        wrapped.load_state_dict({name: weight for name, weight in weights.items() if name not in named}, strict=False)
-        saved = {named[name]: weight for name, weight in weights.items() if name in named}
-    set_peft_model_state_dict(wrapped, saved)
+def _with_lora(base: Any, lora: _SavedLora, growth: Path | None) -> PeftModel:
+    """A model with saved LoRA and growth; where that cannot be, the base computes what it did."""
+    learning = {parameter: parameter.requires_grad for parameter in base.parameters()}
+    with clear_errors(lora.folder):
+        wrapped: Any = get_peft_model(base, lora.config, lora.name)
+        try:
+            _fill(wrapped, lora, growth)
+        except BaseException:
+            wrapped.unload()
+            for parameter, learns in learning.items():
+                parameter.requires_grad_(learns)
+            raise
     return wrapped
+
+
+def _fill(wrapped: PeftModel, lora: _SavedLora, growth: Path | None) -> None:
+    """Put saved LoRA and growth into a model, of which 0.1 put LoRA onto projections that growth had widened."""
+    if not isinstance(without_adapters(wrapped), GrowableModel):
+        make_growable(wrapped)
+    names = lora.parameters()
+    weights = {parameter: lora.weights[name] for parameter, name in names.items()}
+    if growth is None or not is_former(wrapped, weights):
+        set_peft_model_state_dict(wrapped, lora.weights, lora.name)
+        if growth is not None:
+            load_growth(wrapped, growth)
+        return
+    load_growth(wrapped, growth)
+    now = converted(wrapped, weights)
+    wrapped.load_state_dict({name: weight for name, weight in now.items() if name not in names}, strict=False)
+    set_peft_model_state_dict(wrapped, {names[name]: now[name] for name in names}, lora.name)
 
 
 def adapted_parts(path: str | os.PathLike) -> dict[str, Path]:
     """Where growth and LoRA are in a folder of `save_adapted`, or of what PEFT saved of both; empty for any other."""
     folder = Path(path)
-    growth, lora = folder / GROWTH_FOLDER, folder / LORA_FOLDER
+    growth = folder / GROWTH_FOLDER
     parts = {GROWTH_FOLDER: growth} if (growth / WEIGHTS_FILE).is_file() else {}
-    for place in (lora, *([folder] if parts else [])):
-        if (place / LORA_CONFIG_FILE).is_file():
-            return parts | {LORA_FOLDER: place}
-    return parts
+    # PEFT keeps an adapter of another name than "default" in a folder of that name.
+    roots = (folder / LORA_FOLDER, folder) if parts else (folder / LORA_FOLDER,)
+    files = (file for root in roots for name in ("", "*/") for file in sorted(root.glob(f"{name}{LORA_CONFIG_FILE}")))
+    places = list(dict.fromkeys(file.parent for file in files))
+    if len(places) > 1:
+        names = ", ".join(place.name for place in places)
+        raise HfGrowError(f"{folder} holds several adapters ({names}): load them with PEFT, growth with load_growth.")
+    return parts | ({LORA_FOLDER: places[0]} if places else {})
 
 
 def adapt_or_resume(

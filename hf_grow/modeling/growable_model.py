@@ -6,7 +6,7 @@ This file travels with every checkpoint, so it imports torch and transformers on
 import copy
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -83,7 +83,7 @@ class GrowableModel:
     auto_classes: ClassVar[tuple[str, ...]] = ()
     code_files: ClassVar[tuple[str, ...]]
     # The few weights that learn beside a base in half precision would lose small steps in it.
-    _keep_in_fp32_modules_strict: set[str] | None = {"grown"}
+    _keep_in_fp32_modules_strict: set[str] | None = {"grown", "score_scale"}
     config: Any
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -143,7 +143,7 @@ class GrowableModel:
     def set_growth(self, name: str | None) -> None:
         """Compute with the attached growth of this name, or with none, which gives the base's outputs to the bit."""
         sites = attention_sites(self)  # type: ignore[arg-type]
-        if name is not None and name not in self.config.growths:
+        if name is not None and (not isinstance(name, str) or name not in self.config.growths):
             known = ", ".join(self.config.growths) or "none"
             raise ValueError(f"There is no attached growth of the name {name!r}; attached are: {known}.")
         if name is None and not self.config.growths and any(a.own_dims != a.base_dims for a in _attentions(sites)):
@@ -200,9 +200,21 @@ class GrowableModel:
         history = read_history(pretrained_model_name_or_path, **kwargs)
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]
         model = loaded[0] if isinstance(loaded, tuple) else loaded
+        let_gradients_pass(model)
         if history is not None:
             take_history(model.config, history)
         return loaded
+
+
+def let_gradients_pass(model: nn.Module) -> None:
+    """Keep bitsandbytes from packing 4-bit weights for inference on some CPUs, through which no gradient passes."""
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            if getattr(module.weight.quant_state, "packing_format_for_cpu", False):
+                # Writing its state unpacks a module.
+                module.state_dict()
+            module.support_avx512bf16_for_cpu = False
 
 
 def own_config(model: Any, config: Any) -> None:

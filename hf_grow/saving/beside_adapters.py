@@ -6,7 +6,9 @@ would be lost. A model that PEFT has wrapped gets a class which writes growth in
 
 import logging
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from torch import Tensor
 from hf_grow.errors import HfGrowError
 from hf_grow.files import replacing
 from hf_grow.modeling.growable_attention import attention_sites
-from hf_grow.saving.growth_file import GROWTH_FOLDER, GrowthFile, read_growth, write_growth
+from hf_grow.saving.growth_file import GROWTH_FOLDER, GrowthFile, is_growth_folder, read_growth, write_growth
 
 logger = logging.getLogger("hf_grow")
 
@@ -39,21 +41,26 @@ class KeepsGrowth:
         **kwargs: Any,
     ) -> None:
         """As in PEFT, with the growth that is active in a folder beside the adapters."""
-        super().save_pretrained(  # type: ignore[misc]
-            save_directory, safe_serialization, selected_adapters, save_embedding_layers, is_main_process, **kwargs
-        )
-        grown = self.get_base_model()
-        if is_main_process and grown.active_growth is not None:
-            with torch.no_grad(), replacing(Path(save_directory).resolve() / GROWTH_FOLDER) as aside:
-                write_growth(grown, aside)
+        _check_names(self.peft_config)
+        options = (safe_serialization, selected_adapters, save_embedding_layers, is_main_process)
+        grown, folder = self.get_base_model(), Path(save_directory).resolve() / GROWTH_FOLDER
+        with ExitStack() as stack:
+            if is_main_process and grown.active_growth is not None:
+                aside = stack.enter_context(replacing(folder))
+                with torch.no_grad():
+                    write_growth(grown, aside)
+            elif is_main_process and is_growth_folder(folder):
+                # Of an earlier save, when there was growth.
+                shutil.rmtree(folder)
+            super().save_pretrained(save_directory, *options, **kwargs)  # type: ignore[misc]
 
     def load_adapter(self, model_id: str | os.PathLike, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         """As in PEFT; with the weights of a present adapter come those of the growth beside it."""
-        folder = Path(model_id, GROWTH_FOLDER)
+        folder = _growth_beside(Path(model_id), adapter_name)
         saved: list[tuple[Tensor, Tensor]] = []
-        if folder.is_dir() and adapter_name in self.peft_config:
+        if folder is not None and adapter_name in self.peft_config:
             saved = _saved_weights(self.get_base_model(), read_growth(folder))
-        elif folder.is_dir():
+        elif folder is not None:
             logger.warning("The growth in %s was not loaded with the adapter: use hf_grow.load_growth.", folder)
         loaded = super().load_adapter(model_id, adapter_name, *args, **kwargs)  # type: ignore[misc]
         with torch.no_grad():
@@ -61,16 +68,38 @@ class KeepsGrowth:
                 parameter.copy_(values)
         return loaded
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by the class of PEFT, as this one has no name of its own to be found by."""
+        return _unpickled, (type(self).__bases__[1],), self.__dict__
+
 
 def keep_growth(model: Any) -> None:
     """Have growth beside the adapters of a model saved and loaded with them; without adapters do nothing."""
     if isinstance(model, PeftModel) and not isinstance(model, KeepsGrowth):
+        _check_names(model.peft_config)
         model.__class__ = _keeping(type(model))  # type: ignore[arg-type]
 
 
 @cache
 def _keeping(cls: type) -> Any:
     return type(cls.__name__, (KeepsGrowth, cls), {"__module__": cls.__module__})
+
+
+def _unpickled(cls: type) -> Any:
+    keeping = _keeping(cls)
+    return keeping.__new__(keeping)
+
+
+def _check_names(adapters: Iterable[str]) -> None:
+    """PEFT saves an adapter of another name than "default" in a folder of that name."""
+    if GROWTH_FOLDER in adapters:
+        raise HfGrowError(f"An adapter of the name {GROWTH_FOLDER!r} would be saved where growth is: rename it.")
+
+
+def _growth_beside(adapter: Path, name: str) -> Path | None:
+    """The folder of growth beside saved weights of an adapter, which may be in a folder of its own."""
+    places = [adapter, adapter.parent] if adapter.name == name else [adapter]
+    return next((place / GROWTH_FOLDER for place in places if is_growth_folder(place / GROWTH_FOLDER)), None)
 
 
 def _saved_weights(model: Any, growth: GrowthFile) -> list[tuple[Tensor, Tensor]]:

@@ -188,6 +188,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _check_weights(folder: Path, model: PreTrainedModel) -> None:
+    if getattr(model.config, "quantization_config", None) is not None:
+        # Packed weights have names and shapes of their own.
+        return
     wanted = model.state_dict()
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):

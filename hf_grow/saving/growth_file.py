@@ -114,13 +114,13 @@ class GrowthFile:
             wanted = self.content["base_dtype"]
             raise HfGrowError(
                 f"{self.name} is growth of {wanted} weights, and the model's are {dtype}: load it as {wanted}, or "
-                "take it all the same with check_base=False."
+                "take it all the same with load_growth(…, check_base=False)."
             )
         if present_hash(model, with_merged=with_merged) != self.content["base_hash"]:
             base = self.content.get("base_model") or "a base model without a name"
             raise HfGrowError(
-                f"{self.name} is growth of {base} with other weights than this model has; check_base=False takes it "
-                "all the same."
+                f"{self.name} is growth of {base} with other weights than this model has; load_growth(…, "
+                "check_base=False) takes it all the same."
             )
 
     def fits_projections(self, model: PreTrainedModel) -> bool:
@@ -240,6 +240,8 @@ def _new_parts(site: AttentionSite) -> Iterator[tuple[str, Tensor]]:
         yield _key(_layer_key(site), role, part), whole
     scale = site.attention.score_scale if site.growth is None else site.growth.scale
     if scale is not None:
+        if not _finite(scale):
+            raise HfGrowError(f"The learnt scale of {site.name} is not finite, so it is not saved.")
         yield _key(_layer_key(site), SCALE), scale.detach().cpu().clone()
 
 

@@ -18,12 +18,12 @@ from hf_grow.modeling.attached_growth import attach, detach
 from hf_grow.modeling.growable_attention import attention_sites
 from hf_grow.modeling.growable_model import GrowableModel
 from hf_grow.saving.growth_file import present_hash, read_growth, write_growth
-from hf_grow.surgery.base import Model, growth_parameters, has_grown, without_adapters
+from hf_grow.surgery.base import Model, attached_parameters, has_grown, without_adapters
 from hf_grow.surgery.blocks import leading, own_blocks
 from hf_grow.surgery.change import Change
-from hf_grow.surgery.forms import check_divisible
-from hf_grow.surgery.optimizer_state import Added, carry_state, drop_parameters
-from hf_grow.surgery.patch import make_growable, require_growable
+from hf_grow.surgery.forms import INSEPARABLE, check_divisible
+from hf_grow.surgery.optimizer_state import Added, carry_state, drop_parameters, plain_optimizer
+from hf_grow.surgery.patch import growable_inside, make_growable
 from hf_grow.surgery.structure import DEFAULT_NAME, check_name, check_whole
 
 
@@ -41,7 +41,7 @@ def save_growth(
     Of attached growth that which is active. Refused where the base model's weights are not those of the first growth
     any more. `extras` may write more files.
     """
-    grown = _growable(model)
+    grown = growable_inside(model)
     folder = check_out_folder(path, overwrite)
     check_base(grown)
     with replacing(folder) as aside:
@@ -74,6 +74,8 @@ def load_growth(
     growth = read_growth(path_or_hub_id, revision=revision, token=token)
     target = without_adapters(model)
     growth.check_family(target)
+    if optimizer is not None:
+        plain_optimizer(optimizer)
     stock = not isinstance(target, GrowableModel)
     asked = _unweighted(target) if stock else target
     on_projections = growth.fits_projections(asked)
@@ -85,6 +87,11 @@ def load_growth(
     if stock:
         make_growable(target)
     ready = [(site.attention, growth.module(site)) for site in attention_sites(target)]
+    carried = None
+    if optimizer is not None:
+        added = [Added(weight, None) for _, module in ready if module is not None for weight in module.parameters()]
+        kin = [parameter for _, parameter in attached_parameters(target)]
+        carried = carry_state(optimizer, [], added, present=target.parameters(), kin=kin)
     if name is None or not on_projections:
         _take_off(target, optimizer, merged=not on_projections)
     for attention, module in ready:
@@ -92,9 +99,8 @@ def load_growth(
             attach(attention, name or DEFAULT_NAME, module)
     target.config.growths[name or DEFAULT_NAME] = growth.history
     target.set_growth(name or DEFAULT_NAME)
-    if optimizer is not None:
-        added = [Added(parameter, None) for parameter in growth_parameters(target)]
-        carry_state(optimizer, [], added).apply(target.parameters())
+    if carried is not None:
+        carried.apply(target.parameters())
     return model
 
 
@@ -106,9 +112,9 @@ def remove_growth(model: Model, *, optimizer: torch.optim.Optimizer | None = Non
     Of attached growth that of a name, or all; without any, growth that is merged into the projections, if these still
     hold the base's weights.
     """
-    target = _growable(model)
+    target = growable_inside(model)
     if name is not None:
-        if name not in target.config.growths:
+        if not isinstance(name, str) or name not in target.config.growths:
             known = ", ".join(target.config.growths) or "none"
             raise HfGrowError(f"There is no attached growth of the name {name!r}; attached are: {known}.")
         _take_off(target, optimizer, merged=False, names=[name])
@@ -124,21 +130,14 @@ def check_base(model: PreTrainedModel) -> None:
     """Refuse a growable model whose base is not the leading part of its weights, as it was at the first growth."""
     if model.active_growth is None:
         check_divisible(model)
-    advice = "so the growth cannot be told from the base: use save_grown, which writes the whole model."
     recorded = model.growth_history.get("base_hash")
     if recorded is None and (model.growth_history["events"] or has_grown(model)):
-        raise HfGrowError(f"The history does not say what the base's weights were at the first growth, {advice}")
+        raise HfGrowError(f"The history does not say what the base's weights were at the first growth, {INSEPARABLE}")
     if recorded is not None and recorded != present_hash(model):
         raise HfGrowError(
             "The base's weights are not those of the first growth any more (all weights were trained, an adapter was "
-            f"merged, or the dtype changed), {advice}"
+            f"merged, or the dtype changed), {INSEPARABLE}"
         )
-
-
-def _growable(model: PreTrainedModel) -> Any:
-    target = without_adapters(model)
-    require_growable(target)
-    return target
 
 
 def _check_new_name(model: Any, name: str, on_projections: bool) -> None:
@@ -168,6 +167,8 @@ def _take_off(
     }
     changes = []
     if merged:
+        scales = (site.attention.score_scale for site in attention_sites(model))
+        dropped |= {scale for scale in scales if scale is not None}
         for site in attention_sites(model):
             base = site.attention.base_dims
             if site.attention.own_dims != base:

@@ -15,8 +15,8 @@ from hf_grow.surgery.quantized import values
 
 # Stock or growable, also where PEFT has wrapped it.
 Model: TypeAlias = PreTrainedModel | PeftModel
-# Where PEFT's wrappers keep the module they adapt, and the one they train a copy of.
-WRAPPED = ("base_layer", "original_module")
+# Where PEFT's wrappers keep the module they adapt, the one they train a copy of, and an embedding with trained tokens.
+WRAPPED = ("base_layer", "original_module", "token_adapter")
 
 
 def base_parts(site: AttentionSite) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -40,7 +40,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 def has_merged_growth(model: nn.Module) -> bool:
     """Whether the projections of any attention module have other sizes than their base."""
-    return any(site.attention.own_dims != site.attention.base_dims for site in attention_sites(model))
+    return any(_is_merged(site) for site in attention_sites(model))
 
 
 def has_grown(model: nn.Module) -> bool:
@@ -85,17 +85,16 @@ def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that are neither an adapter's nor attached growth, by the names they have without adapters."""
-    kept = [
-        (f"{name}.", f"{name}.{inside}.")
+    kept = {
+        f"{name}.": tuple(f"{name}.{inside}." for inside in WRAPPED if inside in module._modules)
         for name, module in model.named_modules()
-        for inside in WRAPPED
-        if inside in module._modules
-    ]
+        if any(inside in module._modules for inside in WRAPPED)
+    }
     attached = {name for name, _ in attached_parameters(model)}
     for name, parameter in model.named_parameters():
         if name in attached:
             continue
-        if all(name.startswith(inside) for wrapper, inside in kept if name.startswith(wrapper)):
+        if all(name.startswith(insides) for wrapper, insides in kept.items() if name.startswith(wrapper)):
             for wrapped in WRAPPED:
                 name = name.replace(f".{wrapped}.", ".")
             yield name, parameter

@@ -1,6 +1,6 @@
 """New weights for one attention module, made ready in memory before anything changes: in its projections, or beside."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_grow.errors import HfGrowError
-from hf_grow.modeling.attached_growth import SCALE, AttachedGrowth, attach
+from hf_grow.modeling.attached_growth import SCALE, AttachedGrowth, attach, detach
 from hf_grow.modeling.growable_attention import (
     AttentionDims,
     AttentionSite,
@@ -36,11 +36,12 @@ from hf_grow.surgery.patch import check_site
 
 @dataclass(frozen=True)
 class Edit:
-    """A change that is ready: parameters in the places of others, others that are more, and how to put them in."""
+    """A change that is ready: parameters in the places of others, more and fewer, and how to put it into effect."""
 
     replacements: list[Replacement]
     added: list[Added]
     apply: Callable[[], None]
+    removed: Sequence[nn.Parameter] = ()
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,12 @@ class Change:
     def prepared(self) -> Edit:
         """All that is new, in memory; refused where it cannot be put in."""
         for role, block in self.blocks.items():
-            if block.device.type != "meta" and not bool(torch.isfinite(block).all()):
-                raise HfGrowError(
-                    f"The new {role} weights of {self.site.name} would not be finite; nothing was changed."
-                )
+            self._check_finite(role, block)
         return self._merged() if self.attach is None else self._attached(self.attach)
+
+    def _check_finite(self, what: str, values: Tensor) -> None:
+        if values.device.type != "meta" and not bool(torch.isfinite(values).all()):
+            raise HfGrowError(f"The new {what} weights of {self.site.name} would not be finite; nothing was changed.")
 
     def _merged(self) -> Edit:
         check_site(self.site)
@@ -103,6 +105,9 @@ class Change:
             if weight.shape == weight_rows(projection).shape and _same(projection, weight, bias):
                 continue
             new = new_parameters(projection, weight, bias)
+            for parameter in new.values():
+                # A coarser precision may not reach as far.
+                self._check_finite("projection", parameter)
             lines = _lines(in_rows(projection, weight_origin), projection.weight.shape[1])
             parameters = {"weight": Replacement(projection.weight, new["weight"], lines)}
             if bias_origin is not None:
@@ -160,9 +165,9 @@ class Change:
                 replacements.append(_replaced(scale, weights[SCALE]))
         elif scale is not None:
             weights[SCALE] = scale
-        if not weights:
-            return Edit([], [], lambda: None)
-        return Edit(replacements, added, partial(attach, attention, name, AttachedGrowth(own, self.dims, weights)))
+        removed = [] if present is None else [old for key, old in present.named_parameters() if key not in weights]
+        apply = partial(attach, attention, name, AttachedGrowth(own, self.dims, weights))
+        return Edit(replacements, added, apply if weights else partial(detach, attention, name), removed)
 
     def _part_origins(self, parts: Parts, present: AttachedGrowth) -> Parts:
         """As `_origins`, for the parts of attached growth."""

@@ -14,7 +14,7 @@ from hf_grow.errors import HfGrowError
 from hf_grow.files import first_line
 from hf_grow.modeling.attached_growth import SCALE, AttachedGrowth, attach, detach
 from hf_grow.modeling.growable_attention import ROLES, attention_sites
-from hf_grow.surgery.base import Model, has_adapters, has_merged_growth, without_adapters
+from hf_grow.surgery.base import Model, has_adapters, has_merged_growth
 from hf_grow.surgery.blocks import (
     Blocks,
     divided,
@@ -26,8 +26,11 @@ from hf_grow.surgery.blocks import (
     read_blocks,
 )
 from hf_grow.surgery.change import Change, new_weights
-from hf_grow.surgery.patch import is_widenable, require_growable
+from hf_grow.surgery.patch import growable_inside, is_widenable
 from hf_grow.surgery.structure import DEFAULT_NAME, check_name, check_whole
+
+# How errors end that say why the base is not the leading part of a model's weights.
+INSEPARABLE = "so the growth cannot be told from the base: use save_grown, which writes the whole model."
 
 
 @torch.inference_mode(False)
@@ -39,7 +42,7 @@ def merge_growth(model: Model, *, dequantize: bool = False) -> Any:
     cannot be told from the growth any more. Quantised projections cannot take growth: with `dequantize` the whole model
     gets plain weights first.
     """
-    target = _growable(model)
+    target = growable_inside(model)
     name = target.active_growth
     sites = [site for site in attention_sites(target) if site.growth or site.attention.score_scale is not None]
     if name is None and (target.config.growths or not sites):
@@ -54,9 +57,9 @@ def merge_growth(model: Model, *, dequantize: bool = False) -> Any:
     if not is_widenable(target):
         _dequantize(target, dequantize)
     edits = [Change(site, effective(read_blocks(site), query_factors(site))).prepared() for site in sites]
+    for site in attention_sites(target) if name is not None else ():
+        detach(site.attention, name)
     for site, edit in zip(sites, edits, strict=True):
-        if name is not None:
-            detach(site.attention, name)
         edit.apply()
         site.attention.score_scale = None
     if name is not None:
@@ -68,16 +71,24 @@ def merge_growth(model: Model, *, dequantize: bool = False) -> Any:
 
 
 def merged_copy(model: PreTrainedModel) -> Any:
-    """A model with its growth merged, which shares all other weights with the one that was given."""
+    """A model with its active growth merged and no other, which shares all its weights with the one that was given."""
     shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return merge_growth(copy.deepcopy(model, shared))
+    merged: Any = copy.deepcopy(model, shared)
+    for name in merged.config.growths.keys() - {merged.active_growth}:
+        for site in attention_sites(merged):
+            detach(site.attention, name)
+        del merged.config.growths[name]
+    return merge_growth(merged)
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def attach_growth(model: Model, name: str = DEFAULT_NAME) -> Any:
-    """Take merged growth out of the projections into parameters beside them, in place; returns the same model."""
-    target, name = _growable(model), check_name(name)
+    """Take merged growth out of the projections into parameters beside them, in place; returns the same model.
+
+    What stays in the projections is their leading part as it is now, also where all weights were trained after growth.
+    """
+    target, name = growable_inside(model), check_name(name)
     if target.config.growths:
         raise HfGrowError(f"Growth is attached already: {', '.join(target.config.growths)}.")
     if not has_merged_growth(target):
@@ -92,7 +103,7 @@ def attach_growth(model: Model, name: str = DEFAULT_NAME) -> Any:
     for site in attention_sites(target):
         check_whole(site)
         blocks, base, dims = own_blocks(site), site.attention.base_dims, site.attention.own_dims
-        if dims == base:
+        if dims == base and site.attention.score_scale is None:
             continue
         weights = new_weights(part_weights(site, divided(blocks, base)))
         if site.attention.score_scale is not None:
@@ -113,21 +124,16 @@ def attach_growth(model: Model, name: str = DEFAULT_NAME) -> Any:
 
 def check_divisible(model: PreTrainedModel) -> None:
     """Refuse a growable model whose base is not the leading part of its weights."""
-    advice = "so the growth cannot be told from the base: use save_grown, which writes the whole model."
     for site in attention_sites(model):
         now, base = site.attention.own_dims, site.attention.base_dims
         if any(now.heads(role) < base.heads(role) or now.size(role) < base.size(role) for role in ROLES):
-            raise HfGrowError(f"Columns of the base were dropped in {site.name}, {advice}")
+            raise HfGrowError(f"Columns of the base were dropped in {site.name}, {INSEPARABLE}")
     for event in model.growth_history["events"]:
         strategy = event.get("config", {}).get("strategy", "append")
         if strategy != "append":
-            raise HfGrowError(f"The model grew with strategy={strategy!r}, which changes the base's weights, {advice}")
-
-
-def _growable(model: Model) -> Any:
-    target = without_adapters(model)
-    require_growable(target)
-    return target
+            raise HfGrowError(
+                f"The model grew with strategy={strategy!r}, which changes the base's weights, {INSEPARABLE}"
+            )
 
 
 def _dequantize(model: Any, asked: bool) -> None:

@@ -58,11 +58,14 @@ class Added:
 
 @dataclass(frozen=True)
 class CarriedState:
-    """New states, ready to be put into an optimizer; nothing in `apply` can fail."""
+    """New states, ready to be put into an optimizer; nothing in `apply` can fail.
+
+    added    parameters that take nobody's place, each with its group
+    """
 
     optimizer: torch.optim.Optimizer
     replacements: Sequence[Replacement]
-    added: Sequence[Added]
+    added: Sequence[tuple[nn.Parameter, dict[str, Any]]]
     states: Mapping[nn.Parameter, State | None]
     summary: str
 
@@ -73,21 +76,11 @@ class CarriedState:
         """
         pairs = {replacement.old: replacement.new for replacement in self.replacements}
         swap_parameters(self.optimizer, pairs, lambda new, _: self.states[new])
-        for each in self.added:
-            self._group_for(each)["params"].append(each.parameter)
+        for parameter, group in self.added:
+            group["params"].append(parameter)
         places = {parameter: place for place, parameter in enumerate(order)}
         for group in self.optimizer.param_groups if self.added else ():
             group["params"].sort(key=lambda parameter: places.get(parameter, -1))
-
-    def _group_for(self, added: Added) -> dict[str, Any]:
-        """The group of what it stands beside; else one that holds its like, or in which its like would not decay."""
-        groups = self.optimizer.param_groups
-        like = [
-            lambda group: any(parameter is added.beside for parameter in group["params"]),
-            lambda group: any(parameter.ndim == added.parameter.ndim for parameter in group["params"]),
-            lambda group: added.parameter.ndim == 1 and not group.get("weight_decay"),
-        ]
-        return next((group for is_like in like for group in groups if is_like(group)), groups[0])
 
     def __str__(self) -> str:
         return self.summary
@@ -134,20 +127,29 @@ def drop_parameters(optimizer: torch.optim.Optimizer, gone: Collection[nn.Parame
 
 
 def carry_state(
-    optimizer: torch.optim.Optimizer, replacements: Sequence[Replacement], added: Sequence[Added] = ()
+    optimizer: torch.optim.Optimizer,
+    replacements: Sequence[Replacement],
+    added: Sequence[Added] = (),
+    *,
+    present: Iterable[nn.Parameter] = (),
+    kin: Collection[nn.Parameter] = (),
 ) -> CarriedState:
-    """What an optimizer needs to go on after these replacements; refused before anything changes if it cannot."""
+    """What an optimizer needs to go on after these replacements; refused before anything changes if it cannot.
+
+    What is added goes where its `kin` is. `present` are all parameters of the model, of which the optimizer must hold
+    some if anything is added to it.
+    """
     plain = plain_optimizer(optimizer)
     options = {parameter: group for group in plain.param_groups for parameter in group["params"]}
     for replacement in replacements:
         _check(plain, replacement.old, plain.state.get(replacement.old, {}))
-    if not any(replacement.old in options for replacement in replacements):
-        learning = [replacement for replacement in replacements if replacement.old.requires_grad]
-        if learning:
-            raise HfGrowError(
-                "The optimizer holds none of the parameters that grow: it belongs to another model, or to this one "
-                "before it grew. Make a new one."
-            )
+    learning = [replacement.old for replacement in replacements if replacement.old.requires_grad]
+    strange = bool(learning) and not any(replacement.old in options for replacement in replacements)
+    if strange or (added and not any(parameter in options for parameter in present)):
+        raise HfGrowError(
+            "The optimizer holds none of the parameters that grow: it belongs to another model, or to this one "
+            "before it grew. Make a new one."
+        )
     states = {
         replacement.new: _carried(replacement, plain.state.get(replacement.old), options.get(replacement.old, {}))
         for replacement in replacements
@@ -158,7 +160,26 @@ def carry_state(
     outside = sum(each.old.requires_grad and each.old not in options for each in replacements)
     summary = _summary(plain, replacements) + (f"; {outside} that learn are not in the optimizer" if outside else "")
     summary += f"; {len(added)} parameters are new" if added else ""
-    return CarriedState(plain, replacements, added, states, summary)
+    placed = [(each.parameter, _group_for(each, plain, set(kin))) for each in added]
+    return CarriedState(plain, replacements, placed, states, summary)
+
+
+def _group_for(added: Added, optimizer: torch.optim.Optimizer, kin: set[nn.Parameter]) -> dict[str, Any]:
+    """The group that holds its kin, its like first; that of what it stands beside; else one that holds its like."""
+    like: list[Callable[[nn.Parameter], bool]] = [
+        lambda parameter: parameter in kin and parameter.ndim == added.parameter.ndim,
+        lambda parameter: parameter in kin and added.parameter.ndim > 1,
+        lambda parameter: parameter is added.beside,
+        lambda parameter: parameter.ndim == added.parameter.ndim,
+    ]
+    groups = optimizer.param_groups
+    for is_like in like:
+        for group in groups:
+            if any(is_like(parameter) for parameter in group["params"]):
+                return group
+    # A bias among matrices alone: where it would not decay.
+    undecayed = (group for group in groups if added.parameter.ndim == 1 and not group.get("weight_decay"))
+    return next(undecayed, groups[0])
 
 
 def _summary(optimizer: torch.optim.Optimizer, replacements: Sequence[Replacement]) -> str:

@@ -3,6 +3,7 @@
 import copy
 import logging
 import sys
+from dataclasses import asdict
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -12,11 +13,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_grow.errors import HfGrowError
-from hf_grow.modeling.growable_attention import AttentionSite, attention_sites
-from hf_grow.modeling.growable_model import GrowableModel, adopt, own_config, set_model_class
+from hf_grow.modeling.attached_growth import AttachedGrowth
+from hf_grow.modeling.growable_attention import AttentionDims, AttentionSite, attention_sites
+from hf_grow.modeling.growable_model import GrowableModel, adopt, let_gradients_pass, own_config, set_model_class
 from hf_grow.surgery.base import without_adapters
 from hf_grow.surgery.families import family_of
-from hf_grow.surgery.quantized import is_plain, let_gradients_pass
+from hf_grow.surgery.quantized import is_plain
 
 logger = logging.getLogger("hf_grow")
 
@@ -64,6 +66,13 @@ def require_growable(model: Any) -> None:
     """Refuse a model that was not made growable."""
     if not isinstance(model, GrowableModel):
         raise HfGrowError(f"{type(model).__name__} is not growable: call hf_grow.make_growable(model) first.")
+
+
+def growable_inside(model: Any) -> Any:
+    """The growable model itself, also where PEFT has wrapped it."""
+    inside = without_adapters(model)
+    require_growable(inside)
+    return inside
 
 
 def growable_sites(model: PreTrainedModel) -> list[AttentionSite]:
@@ -150,11 +159,21 @@ def _rebind_wrapped_forwards(model: nn.Module) -> None:
 
 def _adopt_remote_code(model: PreTrainedModel, family: type[GrowableModel]) -> Any:
     """A model loaded with trust_remote_code has classes of the same names, from the checkpoint's copy of the code."""
-    local = vars(sys.modules[family.__module__])
+    local = {**vars(sys.modules[family.__module__]), AttachedGrowth.__name__: AttachedGrowth}
     for module in model.modules():
         if isinstance(local.get(type(module).__name__), type):
             module.__class__ = local[type(module).__name__]
         if isinstance(module, GrowableModel):
             set_model_class(module, type(module))
+    for site in attention_sites(model):
+        attention = site.attention
+        attention.base_dims, own = (_local(dims) for dims in (attention.base_dims, attention._projection_dims))
+        for growth in attention.attached.values():
+            growth.own, growth.dims = _local(growth.own), _local(growth.dims)
+        attention.set_dims(own)
     model.config.__class__ = family.config_class
     return model
+
+
+def _local(dims: Any) -> AttentionDims:
+    return AttentionDims(**asdict(dims))

@@ -1,6 +1,5 @@
-"""Quantised projections: their weights as the numbers that are computed with, and gradients that pass through them."""
+"""Quantised projections: their weights as the numbers that are computed with."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,14 +29,3 @@ def values(module: Any, name: str) -> Tensor:
     if form == "Params4bit":
         return dequantize_module_weight(module).detach()
     return parameter.dequantize().detach() if hasattr(parameter, "dequantize") else parameter.detach()
-
-
-def let_gradients_pass(model: nn.Module) -> None:
-    """Keep bitsandbytes from packing 4-bit weights for inference on some CPUs, through which no gradient passes."""
-    modules: Iterable[Any] = model.modules()
-    for module in modules:
-        if getattr(module, "support_avx512bf16_for_cpu", False):
-            if getattr(module.weight.quant_state, "packing_format_for_cpu", False):
-                # Writing its state unpacks a module.
-                module.state_dict()
-            module.support_avx512bf16_for_cpu = False

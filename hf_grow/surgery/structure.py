@@ -9,16 +9,17 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_grow.errors import HfGrowError
 from hf_grow.fields import formerly
 from hf_grow.modeling.growable_attention import AttentionDims, AttentionSite, attention_sites, projection_size
-from hf_grow.surgery.base import base_hash
+from hf_grow.surgery.base import base_hash, growth_parameters
 from hf_grow.surgery.blocks import Blocks, read_blocks
 from hf_grow.surgery.change import Change
-from hf_grow.surgery.optimizer_state import CarriedState, carry_state
+from hf_grow.surgery.optimizer_state import CarriedState, carry_state, drop_parameters
 from hf_grow.surgery.patch import is_widenable, require_growable
 
 # The name of attached growth that was given none.
@@ -191,6 +192,8 @@ def check_name(name: Any) -> str:
     """Refuse a name under which no growth can be attached: it becomes part of the names of parameters."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise HfGrowError(f"Growth is named by letters, digits, _ and -, not {name!r}.")
+    if hasattr(nn.ModuleDict(), name):
+        raise HfGrowError(f"Growth cannot be named {name!r}, as modules of torch use that name: take another.")
     return name
 
 
@@ -219,7 +222,10 @@ def commit(
     ready = [change.prepared() for change in changes]
     replaced = [replacement for edit in ready for replacement in edit.replacements]
     added = [parameter for edit in ready for parameter in edit.added]
-    carried = None if optimizer is None else carry_state(optimizer, replaced, added)
+    removed = [parameter for edit in ready for parameter in edit.removed]
+    carried = None
+    if optimizer is not None:
+        carried = carry_state(optimizer, replaced, added, present=model.parameters(), kin=growth_parameters(model))
     attached = next((change.attach for change in changes if change.attach is not None), None)
     history = _history(model, attached, event)
     for edit in ready:
@@ -231,6 +237,7 @@ def commit(
         model.config.growth_history = history
     if carried is not None:
         carried.apply(model.parameters() if added else ())
+        drop_parameters(carried.optimizer, removed)
     model.config.record(attention_sites(model))
     return carried
 

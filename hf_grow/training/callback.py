@@ -4,7 +4,6 @@ import copy
 import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from hf_grow.training.checks import labelled
 from hf_grow.training.config import OWN_RATE, TRAIN
 from hf_grow.training.distributed import LaunchedProcesses, rewrap, wrappers_of
 from hf_grow.training.feed import random_numbers
-from hf_grow.training.learning import freeze_base, let_growth_learn, separate_growth
+from hf_grow.training.learning import attached, freeze_base, let_growth_learn, separate_growth
 from hf_grow.training.resume import WatchedModel
 from hf_grow.training.schedule import GrowthSchedule, GrowthState, check_first_event, check_steps, grow_on_schedule
 
@@ -71,7 +70,7 @@ class GrowthCallback(TrainerCallback, ExportableState):
                 f"train='new' keeps the base as it is, which strategy='{self.growth.strategy}' would change."
             )
         if train == "new":
-            self.growth = replace(self.growth, attach=self.growth.attach or True)
+            self.growth = attached(self.growth)
         self.batches, self.train = batches, train
         self.progress = GrowthState(self.schedule)
         self.reports: list[GrowthReport] = []
@@ -89,7 +88,7 @@ class GrowthCallback(TrainerCallback, ExportableState):
         }
         saved = {"progress": self.progress.to_dict(), "own_batches": self.batches is not None}
         if self._watched is not None:
-            saved["history"] = copy.deepcopy(self._watched.model.growth_history)
+            saved["history"] = copy.deepcopy(self._watched.model.config.growth_history)
         return {"args": arguments, "attributes": {"_saved": saved}}
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -1,17 +1,21 @@
 """What of a model learns: all of it, or growth beside a frozen base."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+from peft import PeftModel
 from transformers import PreTrainedModel
 
 from hf_grow.errors import HfGrowError
+from hf_grow.growth.config import GrowthConfig
 from hf_grow.saving.beside_adapters import keep_growth
 from hf_grow.surgery.base import (
     Model,
     attached_parameters,
     base_parameters,
     growth_parameters,
+    has_adapters,
     has_merged_growth,
     without_adapters,
 )
@@ -23,6 +27,11 @@ def freeze_base(model: Model) -> Any:
 
     Growth beside adapters of PEFT is from now on saved with them.
     """
+    if has_adapters(model) and not isinstance(model, PeftModel):
+        raise HfGrowError(
+            "The adapters of this model are not in a PeftModel, so growth would not be saved with them: put them in "
+            "with get_peft_model."
+        )
     active = set(growth_parameters(model))
     for _, parameter in (*base_parameters(model), *attached_parameters(model)):
         parameter.requires_grad_(parameter in active)
@@ -32,6 +41,20 @@ def freeze_base(model: Model) -> Any:
     if active:
         keep_growth(model)
     return model
+
+
+def freeze_growth(model: Model) -> Any:
+    """Freeze the base and growth beside it, so that adapters alone learn; returns the same model."""
+    for _, parameter in (*base_parameters(model), *attached_parameters(model)):
+        parameter.requires_grad_(False)
+    return model
+
+
+def attached(growth: GrowthConfig) -> GrowthConfig:
+    """Growth that learns alone, which is beside the projections."""
+    if growth.attach is False:
+        raise HfGrowError("train='new' lets growth beside the base learn alone, which attach=False puts into it.")
+    return replace(growth, attach=growth.attach or True)
 
 
 def learning_parameters(model: PreTrainedModel, train: str) -> list[torch.nn.Parameter]:

@@ -20,6 +20,7 @@ from hf_grow.surgery.base import base_hash, without_adapters
 from hf_grow.training.checks import check_batches, check_length, check_model, check_schedule, labelled
 from hf_grow.training.config import FREE_ON_RESUME, TrainConfig
 from hf_grow.training.feed import Feed
+from hf_grow.training.learning import attached
 from hf_grow.training.run_state import RunState, load_run
 from hf_grow.training.schedule import GrowthSchedule, GrowthState, grow_on_schedule
 from hf_grow.training.sharding import reshard
@@ -96,7 +97,7 @@ class PreparedRun:
         return grow_on_schedule(
             model,
             labelled(model, sample) or sample,
-            replace(self.growth, attach=self.growth.attach or True) if self.config.train == "new" else self.growth,
+            attached(self.growth) if self.config.train == "new" else self.growth,
             events,
             step,
             collect=self.collect,

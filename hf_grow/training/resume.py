@@ -21,6 +21,7 @@ from hf_grow.modeling.growable_attention import in_rows
 from hf_grow.modeling.growable_model import projection_shapes, read_history, resize, take_history
 from hf_grow.modeling.size_record import entries, recorded_growths, recorded_sizes
 from hf_grow.surgery.optimizer_state import State, swap_parameters
+from hf_grow.surgery.quantized import is_plain
 from hf_grow.training.learning import freeze_base
 
 Shapes = dict[str, tuple[int, ...]]
@@ -138,6 +139,10 @@ def _attention_shapes(model: PreTrainedModel, record: Any) -> Shapes:
     scales = entries(record.get("scales"), [site for site, _ in own_sizes])
     for (site, dims), scale in zip(own_sizes, scales, strict=True):
         for projection, (rows, columns) in projection_shapes(site, dims):
+            if not is_plain(projection):
+                # Packed weights never grow.
+                shapes |= {names[parameter]: tuple(parameter.shape) for parameter in projection.parameters()}
+                continue
             turned = in_rows(projection, projection.weight) is not projection.weight
             shapes[names[projection.weight]] = (columns, rows) if turned else (rows, columns)
             if projection.bias is not None:

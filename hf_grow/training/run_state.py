@@ -26,6 +26,7 @@ from hf_grow.measuring.config import CollectConfig
 from hf_grow.modeling.growable_model import GROWTH_FILE, GrowableModel, read_history, resize, take_history
 from hf_grow.saving.checkpoint import weight_files
 from hf_grow.surgery.base import base_parameters, has_adapters, without_adapters
+from hf_grow.surgery.patch import is_widenable
 from hf_grow.training.config import TrainConfig
 from hf_grow.training.former import converted, converted_optimizer, former_mark, former_sizes, is_former
 from hf_grow.training.schedule import GrowthSchedule
@@ -96,8 +97,9 @@ def save_run(
 
 
 def _is_whole(model: PreTrainedModel) -> bool:
-    """Whether a checkpoint holds all of the model: not beside a frozen base, nor of one with adapters."""
-    return isinstance(model, GrowableModel) and not has_adapters(model) and _base_learns(model)  # type: ignore[arg-type]
+    """Whether a checkpoint holds all of the model: not beside a base that is frozen or quantised, nor adapters."""
+    alone = isinstance(model, GrowableModel) and not has_adapters(model)  # type: ignore[arg-type]
+    return alone and is_widenable(model) and _base_learns(model)
 
 
 def _base_learns(model: nn.Module) -> bool:
