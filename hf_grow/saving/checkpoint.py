@@ -90,7 +90,9 @@ def inspect_checkpoint(path: str | os.PathLike) -> dict:
     if is_growth_folder(folder):
         return read_growth(folder).summary()
     if is_growth_folder(folder / GROWTH_FOLDER):
-        lora = (folder / LORA_FOLDER).is_dir() or (folder / LORA_CONFIG_FILE).is_file()
+        # As save_adapted, or as PEFT lays it out.
+        patterns = (LORA_FOLDER, LORA_CONFIG_FILE, f"*/{LORA_CONFIG_FILE}")
+        lora = any(any(folder.glob(pattern)) for pattern in patterns)
         return read_growth(folder / GROWTH_FOLDER).summary() | {"lora": lora}
     if (folder / LORA_FOLDER).is_dir():
         raise HfGrowError(f"{folder} holds LoRA alone, which is PEFT's: look at {folder / LORA_FOLDER}.")

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from hub_server import HubServer
-from models import VOCABULARY, causal_model, relative_difference, small_model
+from models import VOCABULARY, assert_same, causal_model, relative_difference, small_model
 from peft import LoraConfig, PeftModel
 from runs import interrupted_at
 from transformers import BertForSequenceClassification
@@ -405,3 +405,50 @@ def test_an_adapter_is_pushed_and_loaded_from_the_hub(tmp_path, monkeypatch):
         with pytest.raises(HfGrowError, match="user/nothing cannot be loaded"):
             load_adapted(make("llama"), "user/nothing", token="hf_test")
     assert torch.equal(logits(loaded, "llama"), logits(model, "llama"))
+
+
+def test_lora_beside_attached_growth_learns_alone(tmp_path):
+    def attached():
+        growth = hf_grow.GrowthConfig(columns=1, attach=True)
+        return hf_grow.grow(make("llama"), batches("llama"), growth)[0]
+
+    config = AdaptConfig(method="lora", rank=1)
+    model, _ = adapt(attached(), batches("llama"), config)
+    lora = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert lora and all("lora_" in name for name in lora)
+    train(model, "llama", config)
+    save_adapted(model, tmp_path / "added", config=config)
+    loaded = load_adapted(attached(), tmp_path / "added")
+    assert trainable_parameters(loaded) == trainable_parameters(model)
+    assert_same(loaded.state_dict(), model.state_dict())
+
+
+def test_growth_that_learns_on_is_part_of_the_budget():
+    growth = hf_grow.GrowthConfig(columns=1, attach=True)
+    model, _ = hf_grow.grow(make("llama"), batches("llama"), growth)
+    present = sum(parameter.numel() for parameter in hf_grow.growth_parameters(model))
+    with pytest.raises(HfGrowError, match="too small"):
+        adapt(model, batches("llama"), AdaptConfig(method="grow", budget=present))
+    model, _ = adapt(model, batches("llama"), AdaptConfig(method="grow", budget=3 * present))
+    assert present < trainable_parameters(model) <= 3 * present
+
+
+def test_a_module_that_is_not_there_is_refused_before_the_model_grows():
+    model = make("llama")
+    with pytest.raises(HfGrowError, match="also_train names 'nope'"):
+        adapt(model, batches("llama"), AdaptConfig(method="grow", columns=1, also_train=("nope",)))
+    assert not any(".grown." in name for name in model.state_dict())
+
+
+@pytest.mark.parametrize("change", [{"target_modules": ["nope"]}, {"r": 3}], ids=str)
+def test_lora_that_does_not_fit_leaves_the_base_as_it_was(change, tmp_path):
+    model, _ = adapt(make("llama"), batches("llama"), AdaptConfig(columns=1, rank=1))
+    save_adapted(model, tmp_path / "added")
+    file = tmp_path / "added" / "lora" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | change), encoding="utf-8")
+    base = make("llama")
+    before = copy.deepcopy(base.state_dict())
+    with pytest.raises(HfGrowError, match="cannot be loaded"):
+        load_adapted(base, tmp_path / "added")
+    assert_same(base.state_dict(), before)
+    assert all(parameter.requires_grad for parameter in base.parameters())

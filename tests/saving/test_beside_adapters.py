@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import pickle
 
 import pytest
 import torch
@@ -21,11 +22,13 @@ def adapted(recipe=RECIPE):
     return model
 
 
-def wrapped_by_hand():
-    """Growth first, then PEFT, then the function that lets growth learn."""
+def wrapped_by_hand(name="mine", **changes):
+    """Growth first, then PEFT with an adapter of a name, then the function that lets growth learn."""
     model = causal_model("llama")
     hf_grow.grow(model, batches(), GrowthConfig(columns=1, value_columns=2, attach=True))
-    return hf_grow.freeze_base(get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"])))
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], **changes)
+    torch.manual_seed(0)
+    return hf_grow.freeze_base(get_peft_model(model, config, name))
 
 
 def trainer(model, folder, eval_rows=None, **changes):
@@ -48,8 +51,9 @@ def test_a_run_of_transformers_trainer_goes_on_with_growth_and_adapters(make, tm
     assert_same(again.state_dict(), model.state_dict())
 
 
-def test_what_a_trainer_saved_is_loaded_onto_the_base(tmp_path):
-    model = adapted()
+@pytest.mark.parametrize("make", [adapted, wrapped_by_hand])
+def test_what_a_trainer_saved_is_loaded_onto_the_base(make, tmp_path):
+    model = make()
     run = trainer(model, tmp_path / "run")
     run.train()
     run.save_model(str(tmp_path / "saved"))
@@ -116,3 +120,56 @@ def test_another_adapter_leaves_growth_as_it_is_and_says_so(tmp_path, caplog):
 def test_lora_without_growth_is_left_to_peft():
     model = hf_grow.freeze_base(get_peft_model(causal_model("llama"), LoraConfig(r=2, target_modules=["q_proj"])))
     assert type(model) is PeftModel
+
+
+def test_an_adapter_of_any_name_is_saved_and_loaded(tmp_path):
+    model = wrapped_by_hand()
+    hf_grow.save_adapted(model, tmp_path / "one")
+    assert_same(hf_grow.load_adapted(causal_model("llama"), tmp_path / "one").state_dict(), model.state_dict())
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(HfGrowError, match="several adapters"):
+        hf_grow.save_adapted(model, tmp_path / "two")
+    model.save_pretrained(tmp_path / "two")
+    with pytest.raises(HfGrowError, match="several adapters"):
+        hf_grow.load_adapted(causal_model("llama"), tmp_path / "two")
+    with pytest.raises(HfGrowError, match="would be saved where growth is"):
+        wrapped_by_hand("growth")
+
+
+def test_growth_that_is_gone_is_not_left_in_the_folder(tmp_path):
+    model = adapted()
+    model.save_pretrained(tmp_path)
+    hf_grow.remove_growth(model)
+    model.save_pretrained(tmp_path)
+    assert not (tmp_path / "growth").exists()
+
+
+def test_growth_that_is_not_finite_is_refused_before_anything_is_written(tmp_path):
+    model = adapted()
+    with torch.no_grad():
+        hf_grow.growth_parameters(model)[0].fill_(float("nan"))
+    with pytest.raises(HfGrowError, match="not finite"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_model_with_growth_beside_adapters_is_pickled():
+    model = adapted()
+    again = pickle.loads(pickle.dumps(model))
+    assert type(again) is type(model) and isinstance(again, PeftModel)
+    assert_same(again.state_dict(), model.state_dict())
+
+
+def test_tokens_that_learn_beside_growth_are_no_part_of_the_base(tmp_path):
+    model = wrapped_by_hand("default", trainable_token_indices=[3, 4])
+    trainer(model, tmp_path / "run", save_strategy="no").train()
+    hf_grow.save_adapted(model, tmp_path / "saved")
+    assert_same(hf_grow.load_adapted(causal_model("llama"), tmp_path / "saved").state_dict(), model.state_dict())
+
+
+def test_adapters_that_would_be_saved_without_growth_are_refused():
+    model = causal_model("llama")
+    hf_grow.grow(model, batches(), GrowthConfig(columns=1, attach=True))
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(HfGrowError, match="not in a PeftModel"):
+        hf_grow.freeze_base(model)

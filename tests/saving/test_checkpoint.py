@@ -128,6 +128,35 @@ model.save_pretrained({str(tmp_path / "third")!r})
     assert load_grown(tmp_path / "third").growth_summary()["layers"][0]["query_key_dim"] == 13
 
 
+def test_attached_growth_of_a_model_with_code_of_its_own_is_taken_over(tmp_path):
+    model = hf_grow.attach_growth(grow_everything(hf_grow.make_growable(causal_model("llama"))))
+    model.save_pretrained(tmp_path / "attached")
+    script = f"""
+import sys
+sys.modules["hf_grow"] = None
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "attached")!r}, trust_remote_code=True).eval()
+assert type(model).__module__.startswith("transformers_modules")
+del sys.modules["hf_grow"]
+import hf_grow, torch
+ids = torch.arange(2, 12)[None]
+hf_grow.make_growable(model)
+before = model(ids).logits
+assert len(hf_grow.growth_parameters(model)) == {len(hf_grow.growth_parameters(model))}
+hf_grow.save_growth(model, {str(tmp_path / "growth")!r})
+hf_grow.attach_growth(hf_grow.merge_growth(model))
+assert (model(ids).logits - before).abs().max() < 1e-4
+hf_grow.remove_growth(model)
+model.set_growth(None)
+model.save_pretrained({str(tmp_path / "base")!r})
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    base = causal_model("llama")
+    assert_same(load_grown(tmp_path / "base").state_dict(), base.state_dict())
+    assert_same(hf_grow.load_growth(base, tmp_path / "growth").state_dict(), model.state_dict())
+
+
 def test_bfloat16_reloads_as_bfloat16(grown, tmp_path):
     save_grown(grown.to(torch.bfloat16), tmp_path / "half")
     loaded = load_grown(tmp_path / "half").eval()

@@ -309,3 +309,77 @@ def test_modules_of_growth_say_what_they_hold():
     model = attach_growth(fill_zeros(grow_everything(make_growable(causal_model("gpt2")))))
     growths = [module for module in model.modules() if isinstance(module, AttachedGrowth)]
     assert len(growths) == 2 and "query_columns=(12, 32)" in repr(growths[0])
+
+
+def test_growth_of_some_layers_is_merged_whole(tmp_path):
+    model = causal_model("llama")
+    hf_grow.grow(model, sequences(), GrowthConfig(columns={1: 2}, attach=True))
+    merge_growth(model)
+    assert model.active_growth is None and not model.config.growths
+    hf_grow.save_grown(model, tmp_path / "grown")
+    hf_grow.grow(model, sequences(), GrowthConfig(columns={0: 1}))
+    assert not any(".grown." in name for name in model.state_dict())
+
+
+def test_growth_takes_no_name_that_modules_of_torch_have():
+    model = make_growable(causal_model("llama"))
+    with pytest.raises(HfGrowError, match="cannot be named 'train'"):
+        hf_grow.grow(model, sequences(), GrowthConfig(columns=1, attach="train"))
+    assert not any(".grown" in name for name, _ in model.named_modules())
+
+
+@pytest.mark.parametrize("amounts", [{"columns": 2}, {"columns": 2, "heads": 1}], ids=str)
+def test_all_new_columns_of_attached_growth_are_dropped(amounts):
+    model = causal_model("gpt2")
+    hf_grow.grow(model, sequences(), GrowthConfig(**amounts, attach=True))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    hf_grow.drop_query_key(model, 0, [8, 9], optimizer=optimizer)
+    assert attention_sites(model)[0].attention.query_key_dim == 8 and model.active_growth == "default"
+    assert set(optimizer.param_groups[0]["params"]) == set(model.parameters())
+    model(**sequences()[0]).loss.backward()
+
+
+def test_growth_that_half_precision_does_not_reach_is_not_merged():
+    model = make_growable(causal_model("llama").half())
+    hf_grow.widen_query_key(model, 0, 1)
+    attach_growth(model)
+    with torch.no_grad():
+        attention_sites(model)[0].growth.query_columns.fill_(1e5)
+    with pytest.raises(HfGrowError, match="would not be finite; nothing was changed"):
+        merge_growth(model)
+    assert model.active_growth == "default"
+
+
+def test_of_several_growths_the_active_one_is_saved_with_the_whole_model(tmp_path):
+    model = causal_model("llama")
+    for name in ("code", "law"):
+        hf_grow.grow(model, sequences(), GrowthConfig(columns=1, attach=name))
+        expected = tensors(model, batch(model))["logits"]
+        model.set_growth(None)
+    model.set_growth("law")
+    hf_grow.save_grown(model, tmp_path / "whole")
+    assert list(model.config.growths) == ["code", "law"] and model.active_growth == "law"
+    whole = hf_grow.load_grown(tmp_path / "whole").eval()
+    assert not whole.config.growths and relative_difference(tensors(whole, batch(model))["logits"], expected) < 1e-5
+
+
+def test_a_scale_of_a_layer_that_is_as_wide_as_before_is_attached_too():
+    model = growable("gpt2", None, {})
+    before = tensors(model, batch(model))["logits"]
+    hf_grow.grow(model, sequences(), GrowthConfig(columns=1, scaling="learnable", step_size=0.0))
+    hf_grow.drop_query_key(model, 0, [8])
+    with torch.no_grad():
+        for site in attention_sites(model):
+            site.attention.score_scale.fill_(0.2)
+    with attach_growth(model).growth_disabled():
+        assert relative_difference(tensors(model, batch(model))["logits"], before) < 1e-12
+
+
+def test_a_learnt_scale_beside_half_precision_is_kept_in_float32(tmp_path):
+    model = make_growable(causal_model("llama").bfloat16())
+    hf_grow.grow(model, sequences(), GrowthConfig(columns=1, scaling="learnable"))
+    with torch.no_grad():
+        for site in attention_sites(model):
+            site.attention.score_scale.fill_(0.1234)
+    model.save_pretrained(tmp_path)
+    assert_same(hf_grow.load_grown(tmp_path).state_dict(), model.state_dict())

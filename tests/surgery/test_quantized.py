@@ -7,6 +7,7 @@ import torch
 from models import VOCABULARY, batch, causal_model, relative_difference, tensors
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     BitsAndBytesConfig,
     QuantoConfig,
     TorchAoConfig,
@@ -147,3 +148,47 @@ def test_a_plain_trainer_trains_growth_beside_a_quantised_base(load, tmp_path):
     assert not any(
         torch.equal(*pair) for pair in zip(hf_grow.growth_parameters(model), start, strict=True) if pair[1].any()
     )
+
+
+@pytest.mark.parametrize("load", [("bitsandbytes 4-bit", "llama"), ("torchao int8", "llama")], indirect=True, ids=str)
+def test_a_quantised_model_with_growth_is_saved_and_loaded_whole(load, tmp_path):
+    model = load()
+    hf_grow.adapt(model, batches(), AdaptConfig(method="grow", columns=1, value_columns=1))
+    train(model)
+    model.save_pretrained(tmp_path / "whole")
+    assert hf_grow.inspect_checkpoint(tmp_path / "whole")["events"] == model.growth_history["events"]
+    loaded = hf_grow.load_grown(tmp_path / "whole").eval()
+    for _ in range(2):
+        # The first inference must not pack the base into another form.
+        assert torch.equal(logits(loaded), logits(model))
+    assert base_hash(loaded) == base_hash(model)
+    hf_grow.save_growth(loaded, tmp_path / "growth")
+
+
+@pytest.mark.parametrize("load", [("bitsandbytes 4-bit", "llama"), ("quanto int8", "llama")], indirect=True, ids=str)
+def test_runs_beside_a_quantised_base_go_on(load, tmp_path):
+    rows = [{"input_ids": row, "labels": row} for part in batches() for row in part["input_ids"]]
+    growth, schedule = GrowthConfig(value_columns=1), hf_grow.GrowthSchedule(at=(0,), sequences=4)
+    config = hf_grow.TrainConfig(steps=4, batch_size=2, save_every=2, train="new")
+
+    def trainer():
+        model = hf_grow.make_growable(load())
+        return hf_grow.GrowthTrainer(
+            model, rows, config=config, growth=growth, schedule=schedule, folder=tmp_path / "run", progress=False
+        )
+
+    first = trainer()
+    first.train()
+    (tmp_path / "run" / "checkpoint-4").rename(tmp_path / "last")
+    again = trainer()
+    again.train(resume=True)
+    assert torch.equal(logits(again.model), logits(first.model))
+
+
+@pytest.mark.parametrize("load", [("bitsandbytes 4-bit", "llama")], indirect=True, ids=str)
+def test_finetuning_a_quantised_base_says_at_once_what_can_be_saved(load, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(hf_grow.SMALL_MODEL)
+    with pytest.raises(HfGrowError, match="ask for growth_only"):
+        hf_grow.finetune(
+            load(), tokenizer, "no file", tmp_path / "out", recipe=AdaptConfig(method="grow"), progress=False
+        )
