@@ -305,6 +305,7 @@ def test_only_new_weights_learn_and_a_killed_run_goes_on(tmp_path):
         run = trainer(tmp_path / str(step), grower, save_strategy="steps", save_steps=1)
         run.train(resume_from_checkpoint=True)
         assert_same_weights(run.model, whole.model)
+        assert len(hf_grow.merge_growth(run.model).growth_history["events"]) == 2
 
 
 def test_new_weights_of_a_frozen_base_learn(tmp_path):
@@ -441,6 +442,8 @@ def test_what_cannot_work_is_refused_before_any_step(tmp_path):
         trainer(tmp_path, callback(GrowthSchedule(at=(2, 6)))).train()
     with pytest.raises(HfGrowError, match="strategy='refactor'"):
         callback(train="new", growth=GrowthConfig(columns=-1, strategy="refactor"))
+    with pytest.raises(HfGrowError, match="attach=False puts into it"):
+        callback(train="new", growth=GrowthConfig(columns=1, attach=False))
     with pytest.raises(HfGrowError, match="train must be one of"):
         callback(train="old")
     with pytest.raises(HfGrowError, match="GrowthSchedule"):
