@@ -163,6 +163,8 @@ class Finetuning:
         self._check_growth()
         data_config = self.data_config or DataConfig()
         self.training = training_config(self.config, self.recipe, data_config)
+        if self.growth_only and self.recipe is None and self.training.train != "new":
+            raise HfGrowError("Only what is added to a frozen model can be saved alone: leave growth_only out.")
         self.data = replace(data_config, batch_size=self.training.batch_size)
         if self.schedule is not None:
             check_steps(self.schedule, self.training.steps)
@@ -174,9 +176,6 @@ class Finetuning:
     def _check_growth(self) -> None:
         if self.recipe is not None and (self.growth is not None or self.schedule is not None):
             raise HfGrowError("A recipe says itself how to grow: leave growth and schedule out, or the recipe.")
-        new_alone = self.config is not None and self.config.train == "new"
-        if self.growth_only and self.recipe is None and not new_alone:
-            raise HfGrowError("Only what is added to a frozen model can be saved alone: leave growth_only out.")
         check_growth_and_schedule(self.growth, self.schedule)
 
     def train(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: str) -> FinetuneResult:

@@ -12,6 +12,11 @@ kernel are not seen; "resident" is the growth of the whole process at the longes
 that and 2, as the logits of a large vocabulary are linear too.
 
 Solving: all that collection computes outside the model, and the plan, for 12 layers and 8 columns, in training steps.
+
+The whole (`--whole`): `collect_statistics` over some batches, with the search for steps, as a multiple of training
+steps on the same batches before and after it; for query/key columns alone, and for all kinds. Memory is the peak of
+live tensors beside that of a training step. With `--model real` on SmolLM2-135M instead. `--before FILE` shows the
+numbers beside those of an earlier version, written by `--json`.
 """
 
 import argparse
@@ -22,21 +27,24 @@ import multiprocessing
 import os
 import re
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet, finalize
 
 import torch
+from bench_adapter_cost import write_base
 from bench_attention import median_ratio, time_side_by_side
 from rich.console import Console
 from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from hf_grow import CollectConfig, GrowthConfig, collect_statistics, make_growable, plan_growth
 from hf_grow.measuring.exact import collect_sums
@@ -55,6 +63,9 @@ SOLVING_LAYERS = 12
 # Exact collection is solved layer by layer, all alike, and slow: a few layers are timed and scaled up.
 EXACT_LAYERS = 3
 SKETCHES = ("key probes", "query probes")
+
+# What is collected as a whole.
+WHOLE_KINDS = {"columns": ("columns",), "all kinds": ("columns", "value_columns", "heads")}
 
 Run = Callable[[], object]
 
@@ -92,10 +103,10 @@ def build_model(arguments: argparse.Namespace, layers: int) -> Any:
     return make_growable(GPT2LMHeadModel(config)).train()
 
 
-def make_batch(arguments: argparse.Namespace, length: int, seed: int = 0) -> Batch:
+def make_batch(arguments: argparse.Namespace, length: int, seed: int = 0, vocabulary: int | None = None) -> Batch:
     """One sequence of random tokens."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(arguments.vocabulary, (1, length), generator=generator)
+    ids = torch.randint(vocabulary or arguments.vocabulary, (1, length), generator=generator)
     return {"input_ids": ids, "labels": ids}
 
 
@@ -309,6 +320,50 @@ def measure_solving(arguments: argparse.Namespace) -> list[dict]:
     ]
 
 
+def smollm2() -> Any:
+    """SmolLM2-135M, growable and ready for training."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_base("real", Path(folder))
+        return make_growable(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)).train()
+
+
+def measure_whole(arguments: argparse.Namespace) -> list[dict]:
+    """One row for every length and what is collected."""
+    model = smollm2() if arguments.model == "real" else build_model(arguments, arguments.layers)
+    vocabulary = model.config.vocab_size
+    rows = []
+    for n in arguments.lengths:
+        batches = [make_batch(arguments, n, seed, vocabulary) for seed in range(arguments.batches)]
+        train = training(model, batches)
+        training(model, batches[:1])()
+        peak = live_megabytes(training(model, batches[:1]))
+        for name, kinds in tqdm(WHOLE_KINDS.items(), desc=f"whole, n = {n}"):
+            model.zero_grad(set_to_none=True)
+            collect = partial(collect_statistics, model, batches, CollectConfig(kinds=kinds, columns=COLUMNS))
+            before, seconds, after = seconds_of(train), seconds_of(collect), seconds_of(train)
+            model.zero_grad(set_to_none=True)
+            memory = live_megabytes(collect) / peak
+            steps = 2 * seconds / (before + after)
+            rows.append({"model": arguments.model, "n": n, "kinds": name, "steps": steps, "memory": memory})
+    return rows
+
+
+def print_whole(rows: list[dict], before: list[dict], arguments: argparse.Namespace) -> None:
+    """The table of whole collections for people."""
+    table = Table(
+        title=f"Whole collection of {arguments.batches} batches of 1 × n, in training steps per batch",
+        title_justify="left",
+    )
+    for name in ("model", "n", "kinds", "steps", "before", "peak memory / training", "before"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        place = [row[name] for name in ("model", "n", "kinds")]
+        old = next((one for one in before if [one[name] for name in ("model", "n", "kinds")] == place), {})
+        cells = [f"{one[what]:.2f}" if what in one else "" for what in ("steps", "memory") for one in (row, old)]
+        table.add_row(place[0], str(place[1]), place[2], *cells)
+    Console(width=120).print(table)
+
+
 def print_steps(rows: list[dict], arguments: argparse.Namespace) -> None:
     """The tables of time and memory for people."""
     shapes = f"{arguments.layers} layers, {arguments.width} wide, {arguments.heads} heads, batch 1"
@@ -368,9 +423,22 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="more need cores that nobody else uses")
     parser.add_argument("--check", action="store_true", help="fail when something is over its limit")
     parser.add_argument("--json", help="write the rows to this file too")
+    parser.add_argument("--whole", action="store_true", help="whole collections instead of single steps")
+    parser.add_argument(
+        "--model", choices=("shapes", "real"), default="shapes", help="with --whole; real: SmolLM2-135M"
+    )
+    parser.add_argument("--batches", type=int, default=8, help="with --whole")
+    parser.add_argument("--before", type=Path, help="with --whole: rows of an earlier version")
     arguments = parser.parse_args()
     arguments.lengths.sort()
     torch.set_num_threads(arguments.threads)
+    if arguments.whole:
+        whole = measure_whole(arguments)
+        before = json.loads(arguments.before.read_text(encoding="utf-8")) if arguments.before else []
+        print_whole(whole, before, arguments)
+        if arguments.json:
+            Path(arguments.json).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        return
     rows = measure_steps(arguments)
     print_steps(rows, arguments)
     solving = measure_solving(arguments)

@@ -151,3 +151,15 @@ def test_the_comparison_of_choices_prints_its_tables():
     done = subprocess.run([*command, *sizes], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "phases='split'" in done.stdout
+
+
+def test_the_benchmark_of_whole_collections_shows_what_was_before(tmp_path):
+    command = [sys.executable, ROOT / "scripts" / "bench_collect.py", "--whole", "--layers", "1", "--lengths", "16"]
+    shapes = ["--width", "32", "--heads", "2", "--vocabulary", "64", "--batches", "4"]
+    for extra in (["--json", tmp_path / "rows.json"], ["--before", tmp_path / "rows.json"]):
+        done = subprocess.run([*command, *shapes, *extra], capture_output=True, text=True, timeout=250)
+        assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
+    assert [row["kinds"] for row in rows] == ["columns", "all kinds"]
+    assert all(row["steps"] > 1 and row["memory"] > 0 for row in rows)
+    assert f"{rows[1]['steps']:.2f}" in done.stdout
