@@ -64,7 +64,8 @@ SOLVING_LAYERS = 12
 EXACT_LAYERS = 3
 SKETCHES = ("key probes", "query probes")
 
-# What is collected as a whole.
+# What is collected as a whole; its memory does not depend on how many batches there are.
+MEMORY_BATCHES = 4
 WHOLE_KINDS = {"columns": ("columns",), "all kinds": ("columns", "value_columns", "heads")}
 
 Run = Callable[[], object]
@@ -342,7 +343,10 @@ def measure_whole(arguments: argparse.Namespace) -> list[dict]:
             collect = partial(collect_statistics, model, batches, CollectConfig(kinds=kinds, columns=COLUMNS))
             before, seconds, after = seconds_of(train), seconds_of(collect), seconds_of(train)
             model.zero_grad(set_to_none=True)
-            memory = live_megabytes(collect) / peak
+            few = partial(
+                collect_statistics, model, batches[:MEMORY_BATCHES], CollectConfig(kinds=kinds, columns=COLUMNS)
+            )
+            memory = live_megabytes(few) / peak
             steps = 2 * seconds / (before + after)
             rows.append({"model": arguments.model, "n": n, "kinds": name, "steps": steps, "memory": memory})
     return rows
