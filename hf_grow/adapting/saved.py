@@ -130,7 +130,8 @@ def _with_lora(base: Any, lora: _SavedLora, growth: Path | None) -> PeftModel:
         try:
             _fill(wrapped, lora, growth)
         except BaseException:
-            wrapped.unload()
+            if not lora.config.is_prompt_learning:
+                wrapped.unload()
             for parameter, learns in learning.items():
                 parameter.requires_grad_(learns)
             raise
