@@ -85,17 +85,20 @@ class Change:
     def _merged(self) -> Edit:
         check_site(self.site)
         projections = list(self._replaced_projections())
-        query = next(projection for projection, roles in self.site.projections() if "query" in roles)
-        scale = self.site.attention.score_scale if self.scale is None else _learnable(self.scale)
+        scale, replaced_scale, added = self._scaled(self.site.attention.score_scale)
         edit = partial(_install, self.site.attention, self.dims, projections, scale)
         replacements = [replacement for _, named in projections for replacement in named.values()]
-        added = []
-        if scale is not None and self.site.attention.score_scale is None:
-            added.append(Added(scale, query.weight))
-        elif scale is not self.site.attention.score_scale:
-            assert scale is not None
-            replacements.append(_replaced(self.site.attention.score_scale, scale))
-        return Edit(replacements, added, edit)
+        return Edit(replacements + replaced_scale, added, edit)
+
+    def _scaled(self, present: nn.Parameter | None) -> tuple[nn.Parameter | None, list[Replacement], list[Added]]:
+        """The learnable scale after the change, if there is one, and what an optimizer must know of it."""
+        if self.scale is None:
+            return present, [], []
+        scale = _learnable(self.scale)
+        if present is not None:
+            return scale, [_replaced(present, scale)], []
+        query = next(projection for projection, roles in self.site.projections() if "query" in roles)
+        return scale, [], [Added(scale, query.weight)]
 
     def _replaced_projections(self) -> Iterator[tuple[Any, dict[str, Replacement]]]:
         """Each projection that changes, with what takes the place of its parameters."""
@@ -142,7 +145,7 @@ class Change:
         origins = {} if present is None else part_weights(self.site, self._part_origins(parts, present))
         projections = {role: projection for projection, roles in self.site.projections() for role in roles}
         weights: dict[str, nn.Parameter] = {}
-        replacements, added = [], []
+        scale, replacements, added = self._scaled(getattr(present, SCALE, None))
         for key, values in part_weights(self.site, parts).items():
             old = getattr(present, key, None)
             if old is None:
@@ -156,14 +159,7 @@ class Change:
                 origin = origins[key]
                 lines = _lines(origin, old.shape[1]) if origin.ndim == 2 else (origin.clone(),)
                 replacements.append(Replacement(old, weights[key], lines))
-        scale = getattr(present, SCALE, None)
-        if self.scale is not None:
-            weights[SCALE] = _learnable(self.scale)
-            if scale is None:
-                added.append(Added(weights[SCALE], projections["query"].weight))
-            else:
-                replacements.append(_replaced(scale, weights[SCALE]))
-        elif scale is not None:
+        if scale is not None:
             weights[SCALE] = scale
         removed = [] if present is None else [old for key, old in present.named_parameters() if key not in weights]
         apply = partial(attach, attention, name, AttachedGrowth(own, self.dims, weights))

@@ -165,7 +165,7 @@ def test_a_quantised_model_with_growth_is_saved_and_loaded_whole(load, tmp_path)
     hf_grow.save_growth(loaded, tmp_path / "growth")
 
 
-@pytest.mark.parametrize("load", [("bitsandbytes 4-bit", "llama"), ("quanto int8", "llama")], indirect=True, ids=str)
+@pytest.mark.parametrize("load", [(backend, "llama") for backend in BACKENDS], indirect=True, ids=" ".join)
 def test_runs_beside_a_quantised_base_go_on(load, tmp_path):
     rows = [{"input_ids": row, "labels": row} for part in batches() for row in part["input_ids"]]
     growth, schedule = GrowthConfig(value_columns=1), hf_grow.GrowthSchedule(at=(0,), sequences=4)
