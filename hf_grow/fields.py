@@ -15,6 +15,20 @@ Config = TypeVar("Config")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+class _Any:
+    """Equal to everything."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+
+# For `gone`: a parameter that no longer does anything, whatever it is.
+ANY = _Any()
+
+
 def require(config: Any, cls: type[Config]) -> Config:
     """Refuse anything but a config of this class."""
     if not isinstance(config, cls):

@@ -17,6 +17,8 @@ METRICS = ("whitened", "euclidean", "none")
 INVERSES = ("eigh", "pinv", "solve", "newton_schulz")
 # Above this size a full SVD costs far more than finding the few strongest directions.
 LARGE = 256
+# Products come from the model in single precision: what is smaller than this, beside the largest, may be rounding.
+NOISE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,29 @@ def orthonormal(columns: Tensor, tolerance: float | None = None) -> Tensor:
     if tolerance is None:
         tolerance = torch.finfo(columns.dtype).eps * max(columns.shape[-2:])
     return left * (values > tolerance * values.amax(-1, keepdim=True))[..., None, :]
+
+
+def orthonormal_beside(columns: Tensor, basis: Tensor) -> Tensor:
+    """An orthonormal basis of columns (…, m, k) without their part in an orthonormal basis (…, m, j).
+
+    Zero columns where no more than rounding is left of them.
+    """
+    largest = torch.linalg.matrix_norm(columns)
+    for _ in range(2):
+        columns = columns - basis @ (basis.mT @ columns)
+    left, values, _ = torch.linalg.svd(columns, full_matrices=False)
+    return left * (values > NOISE * largest[..., None])[..., None, :]
+
+
+def orthonormal_with(columns: Tensor, images: Tensor, tolerance: float = NOISE) -> tuple[Tensor, Tensor]:
+    """An orthonormal basis of columns (…, m, k), and what a linear map that has these images (…, n, k) makes of it.
+
+    Zero columns where they depend on each other.
+    """
+    left, values, right = torch.linalg.svd(columns, full_matrices=False)
+    kept = values > tolerance * values.amax(-1, keepdim=True)
+    inverses = torch.where(kept, 1 / values, torch.zeros_like(values))
+    return left * kept[..., None, :], images @ (right.mT * inverses[..., None, :])
 
 
 def stack_groups(per_head: Tensor, groups: int) -> Tensor:

@@ -47,9 +47,10 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from hf_grow import CollectConfig, GrowthConfig, collect_statistics, make_growable, plan_growth
+from hf_grow.measuring.circuit_search import WIDER
 from hf_grow.measuring.exact import collect_sums
-from hf_grow.measuring.probes import collect_grams, output_products, score_products
-from hf_grow.measuring.sketch_scores import ENERGY_PROBES
+from hf_grow.measuring.probes import Question, ask
+from hf_grow.measuring.score_search import ENERGY_PROBES
 from hf_grow.running.batches import Batch
 from hf_grow.running.passes import Passes
 from hf_grow.surgery.patch import growable_sites
@@ -62,7 +63,7 @@ LENGTH = 1024
 SOLVING_LAYERS = 12
 # Exact collection is solved layer by layer, all alike, and slow: a few layers are timed and scaled up.
 EXACT_LAYERS = 3
-SKETCHES = ("key probes", "query probes")
+SKETCHES = ("first pass", "second pass", "last pass")
 
 # What is collected as a whole; its memory does not depend on how many batches there are.
 MEMORY_BATCHES = 4
@@ -122,34 +123,32 @@ def training(model: Any, batches: list[Batch]) -> Run:
     return run
 
 
-def random_weights(model: Any, role: str, columns: int, more_heads: int = 0) -> list[torch.Tensor]:
-    """Weights (heads, inputs, columns) for every attention module, in the precision that collection uses."""
-    shapes = [
-        (site.attention.dims.heads(role) + more_heads, input_sizes(site)[role], columns)
-        for site in growable_sites(model)
-    ]
-    return [0.02 * torch.randn(shape, dtype=torch.float64) for shape in shapes]
+def random_question(site: Any, columns: int, values: int, rows: int, **more: bool) -> Question:
+    """Probes of these widths for an attention module, in the precision that collection uses."""
+    sizes, dims = input_sizes(site), site.attention.dims
+    heads, groups = dims.num_attention_heads, dims.num_key_value_heads
+
+    def weights(*shape: int) -> torch.Tensor:
+        return 0.02 * torch.randn(shape, dtype=torch.float64)
+
+    return Question(
+        key=weights(groups, sizes["key"], columns + (ENERGY_PROBES if more.pop("energies", False) else 0)),
+        query=weights(heads, sizes["query"], columns) if columns else None,
+        value=weights(groups + 1, sizes["value"], values),
+        output=weights(heads + 1, rows, sizes["output"]) if rows else None,
+        **more,
+    )
 
 
-def score_probes(side: str) -> Callable[[Any, list[Batch]], Run]:
-    """A sketch product as wide as the first, which searches and measures energies; later ones are narrower."""
+def one_pass(columns: int, values: int, rows: int, **more: bool) -> Callable[[Any, list[Batch]], Run]:
+    """A pass of the sketch for all kinds."""
 
     def probing(model: Any, batches: list[Batch]) -> Run:
-        probes = random_weights(model, side, SEARCHED + ENERGY_PROBES)
-        return lambda: score_products(Passes(model), growable_sites(model), batches, probes, side)
+        sites = growable_sites(model)
+        questions = [random_question(site, columns, values, rows, **more) for site in sites]
+        return lambda: ask(Passes(model), sites, batches, questions)
 
     return probing
-
-
-def grams(model: Any, batches: list[Batch]) -> Run:
-    """Forward passes alone."""
-    return lambda: collect_grams(Passes(model), growable_sites(model), batches)
-
-
-def value_probes(model: Any, batches: list[Batch]) -> Run:
-    """A sketch product for value columns and uniform heads."""
-    values = random_weights(model, "value", SEARCHED, more_heads=1)
-    return lambda: output_products(Passes(model), growable_sites(model), batches, values)
 
 
 def exact(model: Any, batches: list[Batch]) -> Run:
@@ -159,10 +158,9 @@ def exact(model: Any, batches: list[Batch]) -> Run:
 
 STEPS: dict[str, Callable[[Any, list[Batch]], Run]] = {
     "training": training,
-    "key probes": score_probes("key"),
-    "query probes": score_probes("query"),
-    "grams": grams,
-    "value probes": value_probes,
+    "first pass": one_pass(SEARCHED, WIDER * SEARCHED, SEARCHED, grams=True, present=True, metric=True),
+    "second pass": one_pass(SEARCHED, SEARCHED, SEARCHED, metric=True, energies=True),
+    "last pass": one_pass(SEARCHED, WIDER * SEARCHED, 0),
     "exact": exact,
 }
 

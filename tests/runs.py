@@ -21,7 +21,7 @@ from hf_grow import (
 from hf_grow.training.run import Run
 
 # Small sketches, as the tests ask what happens and not how well.
-COLLECT = CollectConfig(products=2, oversampling=1)
+COLLECT = CollectConfig(passes=2, oversampling=1)
 GROWTH = GrowthConfig(columns=2)
 
 

@@ -17,7 +17,7 @@ from hf_grow.surgery.base import base_hash, base_parameters
 from hf_grow.training.run import Run
 
 # All sequences choose: which ones judge depends on how they are shared.
-COLLECT = CollectConfig(products=2, oversampling=1)
+COLLECT = CollectConfig(passes=2, oversampling=1)
 PLATEAU = GrowthSchedule(plateau=1, min_improvement=5.0, max_events=2, sequences=7)
 EVERYTHING = GrowthConfig(columns=2, value_columns=1, heads=1)
 

@@ -21,24 +21,15 @@ def calibrate(
     for name in statistics.config.measured_kinds:
         growths = [_sample(layer, KINDS[name], statistics.config) for layer in statistics.layers]
         trial = Trial(passes, sites, growths, batches, what=f"step for {name.replace('_', ' ')}")
-        calibrations |= _calibrate_kind(statistics, trial, KINDS[name])
+        calibrations[name] = _calibrate_kind(statistics, trial, KINDS[name])
     return calibrations
 
 
-def _calibrate_kind(statistics: Statistics, trial: Trial, kind: Kind) -> dict[str, Calibration]:
-    """The kind's own step first; then what else its pieces step along, as long as there was a step before."""
-    names = {name for growth in trial.growths for piece in growth.pieces for name in piece.step_names}
-    slope = sum(map(_slope, statistics.layers, trial.growths))
-    loss, fixed = statistics.loss, dict[str, float]()
-    calibrations = {}
-    for name in kind.step_names:
-        if fixed and (name not in names or not all(fixed.values())):
-            break
-        line = trial.search(name, fixed, usual_step(trial.growths, name), loss)
-        # Gains are those of the kind's own step.
-        calibrations[name] = Calibration(line.step, loss - line.loss, 0.0 if fixed else line.step * slope)
-        loss, fixed = line.loss, fixed | {name: line.step}
-    return calibrations
+def _calibrate_kind(statistics: Statistics, trial: Trial, kind: Kind) -> Calibration:
+    """The kind's own step."""
+    slope, start = sum(map(_slope, statistics.layers, trial.growths)), usual_step(trial.growths, kind.name)
+    line = trial.search(kind.name, {}, start, statistics.loss, slope)
+    return Calibration(line.step, statistics.loss - line.loss, line.step * slope)
 
 
 def _slope(layer: AttentionStatistics, growth: LayerGrowth) -> float:

@@ -71,8 +71,7 @@ def collect_from(passes: Passes, batches: SplitBatches, config: CollectConfig) -
     """The statistics of a model on batches that are split already: measured in every layer, then the steps found."""
     sites = growable_sites(passes.model)
     began = time.perf_counter()
-    form = ExactCollector if config.collection == "exact" else SketchCollector
-    layers = form(passes, sites, batches.choosing, batches.judging, config).layers()
+    layers = collector(passes, sites, batches, config).layers()
     judges, loss = passes.usable(batches.to_search(passes), what="loss")
     solved = time.perf_counter() - began - passes.seconds
     statistics = Statistics(
@@ -89,6 +88,14 @@ def collect_from(passes: Passes, batches: SplitBatches, config: CollectConfig) -
     calibrations = calibrate(statistics, passes, sites, judges)
     seconds = {**statistics.seconds, "calibrating": time.perf_counter() - measured}
     return replace(statistics, calibrations=calibrations, seconds=seconds)
+
+
+def collector(
+    passes: Passes, sites: list[AttentionSite], batches: SplitBatches, config: CollectConfig
+) -> ExactCollector | SketchCollector:
+    """A collection in these attention modules, in the form that the config wants."""
+    form = ExactCollector if config.collection == "exact" else SketchCollector
+    return form(passes, sites, batches.choosing, batches.judging, config)
 
 
 def fingerprint(sites: Sequence[AttentionSite]) -> str:

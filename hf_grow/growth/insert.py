@@ -47,7 +47,7 @@ def insert_growth(
     With `dry_run` everything is tried and nothing inserted.
     """
     model = without_adapters(model)
-    _check_plan(model, plan)
+    check_plan(model, plan)
     if optimizer is not None:
         plain_optimizer(optimizer)
     # Of many processes some may have none.
@@ -85,7 +85,8 @@ def carry_out(
     return replace(report, parameters_after=model.num_parameters(), seconds=seconds)
 
 
-def _check_plan(model: PreTrainedModel, plan: GrowthPlan) -> None:
+def check_plan(model: PreTrainedModel, plan: GrowthPlan) -> None:
+    """Refuse a plan that was not made for the model as it is."""
     sites = growable_sites(model)
     if not isinstance(plan, GrowthPlan):
         raise HfGrowError(f"plan must be a GrowthPlan from plan_growth, not {type(plan).__name__}.")
@@ -164,11 +165,18 @@ class _Insertion:
         before = self.line.curve[0.0]
         count = len(self.growths)
         searched = self._trial(full_rank)
-        self.line = search(lambda multiple: searched.loss(self._steps([multiple] * count)), 1.0, before)
+        slope = None if full_rank or any(growth.shrinks for growth in self.growths) else self._slope()
+        self.line = search(lambda multiple: searched.loss(self._steps([multiple] * count)), 1.0, before, slope)
         self.multiples = [self.line.step] * count
         best = self._shorten(trial, before) if full_rank and self.line.step > 0 else self.line.loss
         for index in range(count if per_layer else 0):
             best = self._search_layer(trial, index, best)
+
+    def _slope(self) -> float:
+        """First-order decrease for the planned steps, by the most honest gains there are."""
+        return sum(
+            sum((layer.in_sample if layer.held_out is None else layer.held_out).values()) for layer in self.plan.layers
+        )
 
     def _trial(self, full_rank: bool = False) -> Trial:
         assert self.batches is not None

@@ -56,6 +56,10 @@ class LayerGrowth:
         """What new heads attend to."""
         return [pattern for piece in self.pieces for pattern in piece.patterns]
 
+    def steps_along(self, name: str) -> bool:
+        """Whether some of it steps along this."""
+        return any(name in piece.step_names for piece in self.pieces)
+
     def column_size(self, step_sizes: StepSizes) -> float | None:
         """How large new query columns are, as a multiple of the usual size of the present ones."""
         sizes = (piece.column_size(self.place, step_sizes) for piece in self.pieces)

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf, isfinite
 from statistics import median
+from typing import NamedTuple
 
 from hf_grow.growth.kinds import StepSizes
 from hf_grow.growth.layer_growth import LayerGrowth
@@ -12,10 +14,12 @@ from hf_grow.running.observe import Attachment
 from hf_grow.running.passes import Passes
 from hf_grow.surgery.blocks import effective, query_factors, read_blocks
 
-# Each try goes this much further or less far; then a parabola through the best three is followed so many times.
+# A try goes this much further or less far; so many tries in all, and so many of them between two others.
 FACTOR = 3.0
 TRIES = 12
 REFINEMENTS = 2
+# A parabola that promises less than this share of what was reached is not followed.
+WORTHWHILE = 0.03
 
 
 @dataclass
@@ -35,40 +39,70 @@ class LineSearch:
         return self.curve[self.step]
 
 
-def search(loss_at: Callable[[float], float], start: float, loss_at_zero: float | None = None) -> LineSearch:
-    """Look for the step with the lowest loss: outwards while it falls, inwards until it does, then between."""
+def search(
+    loss_at: Callable[[float], float], start: float, loss_at_zero: float | None = None, slope: float | None = None
+) -> LineSearch:
+    """Look for the step with the lowest loss: outwards while it falls, inwards until it does, then between.
+
+    The `slope`, how much a small step of one lowers the loss, says how far.
+    """
     tried = LineSearch({0.0: loss_at(0.0) if loss_at_zero is None else loss_at_zero})
-    curve = tried.curve
-
-    def attempt(step: float) -> None:
-        if step not in curve:
-            curve[step] = loss_at(step)
-
-    attempt(start)
-    for tries in range(1, TRIES):
+    curve, refined = tried.curve, 0
+    slope = slope if slope and slope > 0 else None
+    step: float | None = start
+    while step is not None and len(curve) <= TRIES:
+        curve[step] = loss_at(step)
         best = tried.step
-        if best == max(curve):
-            attempt(best * FACTOR)
-        elif best == 0:
-            attempt(start / FACTOR**tries)
+        if 0 < best < max(curve):
+            step, refined = _between(curve, best, slope) if refined < REFINEMENTS else None, refined + 1
+        elif best > 0:
+            far = best if slope is None else _with_slope(curve, best, slope).lowest
+            step = min(max(far, best * FACTOR), best * FACTOR**2)
         else:
-            break
-    for _ in range(REFINEMENTS):
-        if tried.step in (0.0, max(curve)):
-            break
-        attempt(_parabola(curve, tried.step))
+            least = min(step for step in curve if step > 0)
+            lowest = least / FACTOR if slope is None else _with_slope(curve, least, slope).lowest
+            step = max(lowest, least / FACTOR**2)
     return tried
 
 
-def _parabola(curve: Mapping[float, float], best: float) -> float:
-    """Where a parabola through the best step and its neighbours is lowest."""
+class _Parabola(NamedTuple):
+    """Where a parabola is lowest, and how much lower it is there than at a step that was tried."""
+
+    lowest: float
+    promise: float
+
+
+def _between(curve: Mapping[float, float], best: float, slope: float | None) -> float | None:
+    """Where a parabola through the best step is lowest, between its neighbours; None where that promises little."""
     steps = sorted(curve)
     place = steps.index(best)
     left, right = steps[place - 1], steps[place + 1]
-    first, second = (best - left) * (curve[best] - curve[right]), (best - right) * (curve[best] - curve[left])
-    denominator = first - second
-    lowest = best - 0.5 * ((best - left) * first - (best - right) * second) / denominator if denominator else best
-    return lowest if left < lowest < right and lowest != best else (best + right) / 2
+    if left == 0 and slope is not None:
+        parabola = _with_slope(curve, best, slope)
+    elif isfinite(curve[right]):
+        parabola = _through(curve, left, best, right)
+    else:
+        return (best + right) / 2
+    worthwhile = parabola.promise > WORTHWHILE * (curve[0.0] - curve[best])
+    return parabola.lowest if worthwhile and left < parabola.lowest < right else None
+
+
+def _with_slope(curve: Mapping[float, float], step: float, slope: float) -> _Parabola:
+    """With the slope at zero, through a step that was tried."""
+    bend = (curve[step] - curve[0.0] + slope * step) / step**2
+    if bend <= 0 or not isfinite(bend):
+        return _Parabola(step / FACTOR if bend > 0 else inf, 0.0)
+    return _Parabola(slope / (2 * bend), bend * (step - slope / (2 * bend)) ** 2)
+
+
+def _through(curve: Mapping[float, float], left: float, middle: float, right: float) -> _Parabola:
+    """Through three steps of which the middle one is best."""
+    rises = [(curve[other] - curve[middle]) / (other - middle) for other in (left, right)]
+    bend = (rises[1] - rises[0]) / (right - left)
+    if bend <= 0:
+        return _Parabola(middle, 0.0)
+    away = -(rises[0] - bend * (left - middle)) / (2 * bend)
+    return _Parabola(middle + away, bend * away**2)
 
 
 class Trial:
@@ -98,9 +132,11 @@ class Trial:
         ]
         return self.passes.loss(self.batches, attachments, self.what)
 
-    def search(self, name: str, fixed: StepSizes, start: float, loss_at_zero: float) -> LineSearch:
+    def search(
+        self, name: str, fixed: StepSizes, start: float, loss_at_zero: float | None = None, slope: float | None = None
+    ) -> LineSearch:
         """The best step along something for all layers, others being fixed."""
-        return search(lambda step: self.loss([{**fixed, name: step}] * len(self.growths)), start, loss_at_zero)
+        return search(lambda step: self.loss([{**fixed, name: step}] * len(self.growths)), start, loss_at_zero, slope)
 
 
 def scaled(step_sizes: StepSizes, multiple: float) -> dict[str, float]:

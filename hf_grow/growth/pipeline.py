@@ -14,6 +14,7 @@ from hf_grow.fields import require
 from hf_grow.growth.amounts import check_amounts
 from hf_grow.growth.collect import collect_from, split_batches
 from hf_grow.growth.config import GrowthConfig, largest
+from hf_grow.growth.head_scores import lacks_head_scores, with_head_scores
 from hf_grow.growth.insert import carry_out
 from hf_grow.growth.kinds import COLUMN_KINDS
 from hf_grow.growth.plan import GrowthPlan, plan_growth
@@ -118,6 +119,9 @@ def prepare_growth(
     statistics = collect_from(passes, split, collect)
     collected = time.perf_counter()
     plan = None if config is None else agreed_plan(statistics, config, accelerator)
+    if config is not None and plan is not None and lacks_head_scores(plan):
+        statistics = with_head_scores(passes, split, statistics, plan)
+        plan = agreed_plan(statistics, config, accelerator)
     seconds = {"collecting": collected - began, "planning": time.perf_counter() - collected}
     return PreparedGrowth(passes, statistics, plan, searched or split.to_search(passes), seconds)
 

@@ -15,7 +15,7 @@ from hf_grow.measuring.statistics import AttentionStatistics, uniform_circuit
 from hf_grow.modeling.growable_attention import AttentionSite
 from hf_grow.running.batches import Batch
 from hf_grow.running.passes import Passes
-from hf_grow.surgery.blocks import read_blocks
+from hf_grow.surgery.blocks import Blocks, effective, query_factors, read_blocks
 from hf_grow.surgery.place import place_of
 
 
@@ -56,14 +56,14 @@ class Collector:
     ) -> None:
         self.passes, self.sites, self.choosing, self.judging, self.config = passes, sites, choosing, judging, config
         self.places = [place_of(site) for site in sites]
-        self.present = [self._present(read_blocks(site)) for site in sites]
+        self.present = [self._present(effective(read_blocks(site), query_factors(site))) for site in sites]
         self.kinds = [MEASURED_KINDS[name] for name in config.measured_kinds]
         # Whether any process has sequences that judge: all take part in their passes then.
         self.judged = passes.count(judging) > 0
         self.generator = torch.Generator().manual_seed(config.seed)
 
     @staticmethod
-    def _present(blocks: dict[str, Tensor]) -> PresentColumns:
+    def _present(blocks: Blocks) -> PresentColumns:
         dtype = linalg.working_dtype(blocks["query"].device)
         return PresentColumns(blocks["query"].to(dtype), blocks["key"].to(dtype))
 
@@ -75,13 +75,13 @@ class Collector:
     def wants_circuits(self) -> bool:
         return self.circuit_rank() > 0
 
-    @property
-    def wants_head_scores(self) -> bool:
-        return any(kind.searches_new_scores for kind in self.kinds)
-
     def circuit_rank(self) -> int:
         """How many value columns to look for: some of a pattern go to present heads, those behind them to new ones."""
         return sum(kind.circuit_rank(self.config, self.places) for kind in self.kinds)
+
+    def circuit_width(self) -> int:
+        """How many value columns the sketch carries along; in the end it has found several times as many."""
+        return self.config.value_columns + self.config.oversampling
 
     def sides(self, grams: Grams, index: int) -> Sides:
         """The query and the key side of a layer, with the span of the present columns."""
@@ -102,21 +102,21 @@ class Collector:
 
         Its ridge is relative to the gram of the inputs, so that it means the same for every pattern and every span.
         """
-        size = self.config.ridge * key_gram.diagonal().mean()
         identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-        ridge = size * (identity if span is None else span.mT @ span)
+        ridge = self.pattern_ridge(key_gram) * (identity if span is None else span.mT @ span)
         return linalg.whitening(gram + ridge, self.config.inverse, self.config.cutoff)
 
-    def phases(self, count: int) -> list[list[Batch]]:
-        """The batches for each of so many products: all, or a part of them each."""
-        if self.config.phases == "all" or len(self.choosing) < count:
-            return [self.choosing] * count
-        return [self.choosing[phase::count] for phase in range(count)]
+    def pattern_ridge(self, key_gram: Tensor) -> float:
+        """What is added to the eigenvalues of such a gram."""
+        return self.config.ridge * float(key_gram.diagonal().mean())
 
     def searched(self, sides: Sides, index: int) -> Sides:
         """The sides as the target wants them: outside the present columns, or anywhere."""
-        target = self.config.target or ("gradient" if self.places[index].rotary_dim else "bottleneck")
-        return sides if target == "bottleneck" else sides.free()
+        return sides if self.target(index) == "bottleneck" else sides.free()
+
+    def target(self, index: int) -> str:
+        """Which part of the wanted change to look for: "bottleneck" or "gradient"."""
+        return self.config.target or ("gradient" if self.places[index].rotary_dim else "bottleneck")
 
     def rank(self, index: int) -> int:
         """How many query/key columns to look for in a layer."""

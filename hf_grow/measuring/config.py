@@ -4,16 +4,16 @@ import math
 from dataclasses import dataclass
 
 from hf_grow.errors import HfGrowError
-from hf_grow.fields import is_number, one_of, some_of, whole
+from hf_grow.fields import ANY, gone, is_number, one_of, some_of, whole
 from hf_grow.linalg import INVERSES, METRICS
 from hf_grow.measuring.kind import MEASURED_KINDS, default_kinds
 
 COLLECTIONS = ("sketch", "exact")
 TARGETS = ("bottleneck", "gradient")
 ESTIMATORS = ("pooled", "per_sequence", "mean_input", "exact")
-PHASES = ("all", "split")
 
 
+@gone("the sketch asks about everything in every pass; `passes` says how many there are.", products=ANY, phases=ANY)
 @dataclass(frozen=True)
 class CollectConfig:
     """How to measure where attention lacks capacity.
@@ -24,9 +24,7 @@ class CollectConfig:
     columns        how many query/key columns per head to look for
     value_columns  how many value columns per head to look for
     oversampling   how many columns more the sketch carries along
-    products       how many products with the gradient the sketch takes in turns, from either side
-    phases         "all": every product sees all batches; "split": each sees its own, one pass over the data in all,
-                   which is not reliable on little data
+    passes         how often the sketch goes over the data; more find the strongest directions more exactly
     target         "bottleneck": what the present columns cannot express; "gradient": everything; None: the bottleneck,
                    but the gradient for rotated columns, whose span depends on the position
     metric         where a truncation to few columns is best: "whitened" (the optimum), or with exact collection
@@ -47,8 +45,7 @@ class CollectConfig:
     columns: int = 8
     value_columns: int = 8
     oversampling: int = 8
-    products: int = 5
-    phases: str = "all"
+    passes: int = 3
     target: str | None = None
     metric: str = "whitened"
     estimator: str = "pooled"
@@ -61,7 +58,6 @@ class CollectConfig:
 
     def __post_init__(self) -> None:
         one_of("collection", self.collection, COLLECTIONS)
-        one_of("phases", self.phases, PHASES)
         one_of("metric", self.metric, METRICS)
         one_of("estimator", self.estimator, ESTIMATORS)
         one_of("inverse", self.inverse, INVERSES)
@@ -69,7 +65,7 @@ class CollectConfig:
             one_of("target", self.target, TARGETS)
         if self.kinds is not None:
             object.__setattr__(self, "kinds", some_of("kinds", self.kinds, tuple(MEASURED_KINDS)))
-        for name, least in (("columns", 1), ("value_columns", 1), ("oversampling", 0), ("products", 2), ("seed", 0)):
+        for name, least in (("columns", 1), ("value_columns", 1), ("oversampling", 0), ("passes", 2), ("seed", 0)):
             whole(name, getattr(self, name), least)
         if self.max_batches is not None:
             whole("max_batches", self.max_batches, 1)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from hf_grow import linalg
 from hf_grow.linalg import Directions
-from hf_grow.measuring.collector import Collector, Sides, uniform_heads
+from hf_grow.measuring.collector import Collector, Sides
 from hf_grow.measuring.estimators import ESTIMATOR_CLASSES, Estimator
-from hf_grow.measuring.probes import Grams, score_products
+from hf_grow.measuring.probes import Grams, NewHead, Question, ask
 from hf_grow.measuring.statistics import AttentionStatistics, AttentionSums, Candidates
 from hf_grow.modeling.growable_attention import AttentionSite
 from hf_grow.running.batches import Batch, batch_size
@@ -120,7 +120,7 @@ class ExactCollector(Collector):
         layers = [self._solve(index, chosen[index], judged[index]) for index in range(len(self.sites))]
         if estimators is not None:
             layers = [self._estimated(index, layer, estimators[index]) for index, layer in enumerate(layers)]
-        return self._with_head_scores(layers) if self.wants_head_scores else layers
+        return layers
 
     def _estimators(self) -> list[Estimator] | None:
         if self.config.estimator == "pooled":
@@ -199,27 +199,23 @@ class ExactCollector(Collector):
         held_out = None if judged is None else linalg.value_gains(judged[patterns], value, output)
         return Candidates(value, output, linalg.value_gains(gradient, value, output), held_out)
 
-    def _with_head_scores(self, layers: list[AttentionStatistics]) -> list[AttentionStatistics]:
-        """The query/key side of new uniform heads: T of their own scores, from probes that are the identity."""
-        heads = uniform_heads(layers)
-        identities = [
-            torch.eye(layer.place.inputs["key"], dtype=layer.key.dtype, device=layer.key.device)[None]
-            for layer in layers
+    def head_scores(self, layers: Sequence[AttentionStatistics], heads: Sequence[NewHead]) -> list[Candidates]:
+        """The query/key side of new heads that attend uniformly so far: T of their scores, by the identity as probe."""
+        questions = [
+            Question(key=torch.eye(place.inputs["key"]).to(present.key)[None], head=head)
+            for place, present, head in zip(self.places, self.present, heads, strict=True)
         ]
-        gradients = score_products(self.passes, self.sites, self.choosing, identities, "key", heads)
-        judged = (
-            score_products(self.passes, self.sites, self.judging, identities, "key", heads)
-            if self.judged
-            else [None] * len(layers)
-        )
+        chosen = ask(self.passes, self.sites, self.choosing, questions, "scores of new heads")
+        judged = ask(self.passes, self.sites, self.judging, questions, "judging the scores of new heads")
         return [
-            replace(layer, uniform_scores=self._head_scores(index, layer, gradients[index], judged[index]))
+            self._head_scores(index, layer, chosen[index].key, judged[index].key if self.judged else None)
             for index, layer in enumerate(layers)
         ]
 
     def _head_scores(
-        self, index: int, layer: AttentionStatistics, gradient: Tensor, judged: Tensor | None
+        self, index: int, layer: AttentionStatistics, gradient: Tensor | None, judged: Tensor | None
     ) -> Candidates:
+        assert gradient is not None
         sides, rank = self._sides(layer, index).free(), layer.place.query_key_dim
         whitened = linalg.whiten(gradient, sides.query, sides.key)
         return _judged_scores(linalg.directions(whitened, sides.query, sides.key, rank, groups=1), gradient, judged)

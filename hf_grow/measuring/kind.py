@@ -23,7 +23,6 @@ class MeasuredKind(ABC):
     by_default           whether it is measured where nothing is said
     replaceable          whether it can be made anew where it stands (strategies other than "append")
     searches_scores      whether directions for more query/key columns of the present heads are wanted
-    searches_new_scores  whether directions for the scores of a new uniform head are
     """
 
     name: ClassVar[str]
@@ -31,7 +30,6 @@ class MeasuredKind(ABC):
     by_default: ClassVar[bool] = False
     replaceable: ClassVar[bool] = False
     searches_scores: ClassVar[bool] = False
-    searches_new_scores: ClassVar[bool] = False
 
     def circuit_rank(self, config: "CollectConfig", places: Sequence[Place]) -> int:
         """How many value columns are to be found for every pattern."""

@@ -1,7 +1,8 @@
 """Collection by probing: products with the gradients through extra columns on the model's own kernel.
 
 No score is ever held, so memory is linear in the number of tokens. A probe whose other side is zero changes no output,
-and the gradient of that zero side is a product with the wanted statistic: s·TΩ, s·TᵀΨ, ΩᵀR or RΨ.
+and the gradient of that zero side is a product with the wanted statistic: s·TΩ, s·TᵀΨ, ΩᵀR or RΨ. So probes of all
+kinds and of both sides stand in the model together, and one backward pass answers them all.
 """
 
 from collections.abc import Sequence
@@ -15,64 +16,12 @@ from torch import Tensor
 from hf_grow import linalg
 from hf_grow.modeling.growable_attention import AttentionSite
 from hf_grow.running.batches import Batch, batch_size
-from hf_grow.running.observe import Attachment, Extra, Observer
+from hf_grow.running.observe import Observer, join_heads, project
 from hf_grow.running.passes import Passes, token_mask
 from hf_grow.surgery.place import input_sizes
 
-
-@dataclass(frozen=True)
-class Grams:
-    """X_qᵀX_q (query inputs, query inputs) and X_kᵀX_k (key inputs, key inputs), over tokens that are not padding."""
-
-    query: Tensor
-    key: Tensor
-
-    def plus(self, other: "Grams") -> "Grams":
-        """The sum of both."""
-        return Grams(self.query + other.query, self.key + other.key)
-
-    @property
-    def finite(self) -> bool:
-        """Whether all entries are."""
-        return bool(torch.isfinite(self.query).all()) and bool(torch.isfinite(self.key).all())
-
-
-def collect_grams(passes: Passes, sites: Sequence[AttentionSite], batches: Sequence[Batch]) -> list[Grams]:
-    """The grams of every attention module per sequence, by forward passes alone."""
-    observers = [Observer(site) for site in sites]
-    sums = [_zero_grams(site) for site in sites]
-    sequences = 0
-    with closing(passes.watch(batches, observers, "grams")) as stream:
-        for batch in stream:
-            new = [_grams(observer, batch) for observer in observers]
-            # What is not finite is counted and judged when gradients are taken.
-            if all(grams.finite for grams in new):
-                sums = [old.plus(grams) for old, grams in zip(sums, new, strict=True)]
-                sequences += batch_size(batch)
-    totals = [Grams(**passes.reduce_named(vars(grams))) for grams in sums]
-    (total,) = passes.reduce([torch.tensor(float(sequences), dtype=torch.float64)])
-    count = max(float(total), 1.0)
-    return [Grams(grams.query / count, grams.key / count) for grams in totals]
-
-
-def _zero_grams(site: AttentionSite) -> Grams:
-    sizes, device = input_sizes(site), next(site.projections())[0].weight.device
-    dtype = linalg.working_dtype(device)
-    query, key = (torch.zeros(sizes[role], sizes[role], dtype=dtype, device=device) for role in ("query", "key"))
-    return Grams(query, key)
-
-
-def _grams(observer: Observer, batch: Batch) -> Grams:
-    query = _gram(observer, batch, "query")
-    shared = observer.site.attention_type == "self" and observer.inputs["key"] is observer.inputs["query"]
-    return Grams(query, query if shared else _gram(observer, batch, "key"))
-
-
-def _gram(observer: Observer, batch: Batch, role: str) -> Tensor:
-    states = observer.inputs[role]
-    states = states.to(torch.promote_types(states.dtype, torch.float32))
-    real = (states * token_mask(batch, observer, role)).flatten(0, 1)
-    return (real.mT @ real).to(linalg.working_dtype(real.device))
+GRAM_ROLES = ("query", "key")
+SCORE_ANSWERS = ("key", "query", "present_query", "present_key")
 
 
 @dataclass(frozen=True)
@@ -83,192 +32,296 @@ class NewHead:
     output: Tensor
 
 
-def score_products(
-    passes: Passes,
-    sites: Sequence[AttentionSite],
-    batches: Sequence[Batch],
-    probes: Sequence[Tensor],
-    side: str,
-    new_heads: Sequence[NewHead] | None = None,
-) -> list[Tensor]:
-    """T Ω for key probes Ω (key heads, key inputs, k), or Tᵀ Ψ summed over each group for query probes Ψ (heads, …, k).
+@dataclass(frozen=True)
+class Question:
+    """What is asked of one attention module in a pass over the data.
 
-    Of the mean loss, for every attention module; with `new_heads` for the uniform scores of these instead.
+    key      Ω (key heads, key inputs, k): TΩ
+    query    Ψ (heads, query inputs, k): TᵀΨ, summed over the heads of a group
+    head     asks these two of the scores of this head, whose pattern is uniform, instead of the present ones
+    present  T W_K and TᵀW_Q for the present columns, as the kernel sees them
+    value    Ω (key heads + 1, value inputs, k): ΩᵀR and ΩᵀNΩ, the last for the uniform pattern
+    metric   NΩ for these, too
+    output   Ψ (heads + 1, k, outputs): RΨ, the last for the uniform pattern
+    grams    those of the inputs
     """
-    other = "query" if side == "key" else "key"
-    if new_heads is None:
-        answer = other
-        attachments = [_column_probe(site, probe, side, other) for site, probe in zip(sites, probes, strict=True)]
-    else:
-        answer = f"head_{other}"
-        attachments = [
-            _head_probe(site, probe, side, other, head)
-            for site, probe, head in zip(sites, probes, new_heads, strict=True)
-        ]
-    means = _mean_products(passes, attachments, batches, "score gradients")
-    return [mean.gradients[answer] / site.attention.scaling for mean, site in zip(means, sites, strict=True)]
 
-
-def _column_probe(site: AttentionSite, probe: Tensor, side: str, other: str) -> Attachment:
-    """Probe columns for all heads on one side, and zeros on the other."""
-    zeros = probe.new_zeros(site.attention.dims.heads(other), input_sizes(site)[other], probe.shape[-1])
-    columns: dict[str, Any] = {side: probe, other: zeros.requires_grad_(True)}
-    return Attachment(site, Extra(**columns))
-
-
-def _head_probe(site: AttentionSite, probe: Tensor, side: str, other: str, head: NewHead) -> Attachment:
-    """A new head, passive, with probe columns on one side of its scores and zeros on the other."""
-    heads = head.output.shape[0] if other == "query" else 1
-    zeros = probe.new_zeros(heads, input_sizes(site)[other], probe.shape[-1]).requires_grad_(True)
-    scores: dict[str, Any] = {f"head_{side}": probe, f"head_{other}": zeros}
-    return Attachment(site, Extra(**scores, head_value=head.value, head_output=head.output), passive=True)
+    key: Tensor | None = None
+    query: Tensor | None = None
+    head: NewHead | None = None
+    present: bool = False
+    value: Tensor | None = None
+    metric: bool = False
+    output: Tensor | None = None
+    grams: bool = False
 
 
 @dataclass(frozen=True)
-class _Products:
-    """For one attachment: gradients by the names of its leaves, and grams of what was read, by those of its outputs.
+class Grams:
+    """X_qᵀX_q (query inputs, query inputs) and X_kᵀX_k (key inputs, key inputs), over tokens that are not padding."""
 
-    Sums over batches, or means.
+    query: Tensor
+    key: Tensor
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What one attention module answered, of the mean loss; None where nothing was asked.
+
+    key            TΩ (heads, query inputs, k)
+    query          TᵀΨ (key heads, key inputs, k)
+    present_query  T W_K (heads, query inputs, columns); present_key TᵀW_Q (key heads, key inputs, columns)
+    value          ΩᵀR (heads + 1, k, outputs)
+    output         RΨ (key heads + 1, value inputs, k)
+    read           ΩᵀNΩ per sequence (heads + 1, k, k)
+    metric         NΩ per sequence (key heads + 1, value inputs, k), summed over the heads of a group
+    grams          those of the inputs, per sequence
     """
 
-    gradients: dict[str, Tensor]
-    grams: dict[str, Tensor]
+    key: Tensor | None = None
+    query: Tensor | None = None
+    present_query: Tensor | None = None
+    present_key: Tensor | None = None
+    value: Tensor | None = None
+    output: Tensor | None = None
+    read: Tensor | None = None
+    metric: Tensor | None = None
+    grams: Grams | None = None
 
-    def plus(self, other: "_Products") -> "_Products":
-        """The sum of both, as precise as this one."""
-        return _Products(_sum(self.gradients, other.gradients), _sum(self.grams, other.grams))
+
+class _Tapped(torch.autograd.Function):
+    """States as they are, whose gradient also goes to weights of zero that would lead into them."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs)
+        return own.view_as(own)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:  # type: ignore[override]
+        return gradient, None, _through_inputs(ctx.saved_tensors[0], gradient)
 
 
-def _sum(first: dict[str, Tensor], second: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: part + second[name].to(part.dtype) for name, part in first.items()}
+class _Heard(torch.autograd.Function):
+    """A block's output as it is; its gradient also goes to output rows of zero, and to what other rows would read.
+
+    heard (batch, tokens, heads, k) goes through the zero rows (heads, k, outputs); rows (heads, m, outputs) would take
+    what is in `silent` (batch, tokens, heads, m).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: Tensor, heard: Tensor | None, zeros: Tensor | None, silent: Tensor | None, rows: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(heard, rows)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        heard, rows = ctx.saved_tensors
+        to_zeros = to_silent = None
+        if heard is not None:
+            fine = torch.promote_types(heard.dtype, torch.float32)
+            flat = heard.flatten(0, 1).flatten(1).to(fine)
+            to_zeros = (flat.mT @ gradient.flatten(0, 1).to(fine)).unflatten(0, heard.shape[2:])
+        if rows is not None:
+            to_silent = (gradient @ rows.flatten(0, 1).mT.to(gradient)).unflatten(-1, rows.shape[:2])
+        return gradient, None, to_zeros, to_silent, None
 
 
-def _mean_products(
-    passes: Passes, attachments: Sequence[Attachment], batches: Sequence[Batch], what: str, grams: bool = False
-) -> list[_Products]:
-    """The gradients of each attachment's leaves for the mean loss; with `grams` also what its heads read."""
-    sums = [_zero_products(attachment, grams) for attachment in attachments]
-    weight, sequences = 0.0, 0
-    with closing(passes.gradients(batches, attachments, what=what)) as stream:
+def _through_inputs(inputs: Tensor, states: Tensor) -> Tensor:
+    """Xᵀ states for inputs X (batch, tokens, inputs) and states (batch, heads, tokens, k): (heads, inputs, k)."""
+    fine = torch.promote_types(inputs.dtype, torch.float32)
+    flat = states.transpose(1, 2).flatten(0, 1).flatten(1).to(fine)
+    product = inputs.flatten(0, 1).mT.to(fine) @ flat
+    return product.unflatten(1, (states.shape[1], states.shape[3])).transpose(0, 1)
+
+
+class Probe(Observer):
+    """Asks a question: extra columns in the kernel, whose other side is zero; no output changes."""
+
+    def __init__(self, site: AttentionSite, question: Question) -> None:
+        super().__init__(site)
+        self.question = question
+        self.zeros = {name: zero.requires_grad_(True) for name, zero in self._zeros().items()}
+        # What was seen of a batch without its gradients, by the names of answers.
+        self.seen: dict[str, Tensor] = {}
+        # What extra columns read, with output rows, until the block's output is there.
+        self._waiting: tuple[Tensor | None, ...] | None = None
+
+    def _zeros(self) -> dict[str, Tensor]:
+        """The zero sides, by the names of their answers."""
+        asked, sizes, dims = self.question, input_sizes(self.site), self.site.attention.dims
+        groups, group = dims.num_key_value_heads, dims.num_attention_heads // dims.num_key_value_heads
+        asked_heads = groups if asked.head is None else 1
+        shapes: dict[str, tuple[int, ...]] = {}
+        if asked.key is not None:
+            shapes["key"] = (asked_heads * group, sizes["query"], asked.key.shape[-1])
+        if asked.query is not None:
+            shapes["query"] = (asked_heads, sizes["key"], asked.query.shape[-1])
+        if asked.present:
+            shapes["present_query"] = (dims.num_attention_heads, sizes["query"], dims.qk_head_dim)
+            shapes["present_key"] = (groups, sizes["key"], dims.qk_head_dim)
+        if asked.value is not None:
+            shapes["value"] = (dims.num_attention_heads + 1, asked.value.shape[-1], sizes["output"])
+        if asked.output is not None:
+            shapes["output"] = (groups + 1, sizes["value"], asked.output.shape[1])
+        weight = next(self.site.projections())[0].weight
+        dtype = torch.promote_types(weight.dtype, torch.float32) if weight.is_floating_point() else torch.float32
+        # They say where gradients go and have the shape of these; their values are never read.
+        return {name: torch.zeros(1, dtype=dtype, device=weight.device).expand(shape) for name, shape in shapes.items()}
+
+    def leaves(self) -> dict[str, Tensor]:
+        """The zero sides."""
+        return self.zeros
+
+    def __call__(self, kernel: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The model's own kernel with more columns and, for what is not a present pattern, one key head."""
+        asked, heads, width = self.question, query.shape[1], value.shape[-1]
+        group = heads // key.shape[1]
+        if asked.present:
+            query = _Tapped.apply(query, self.inputs["query"], self.zeros["present_query"])
+            key = _Tapped.apply(key, self.inputs["key"], self.zeros["present_key"])
+        queries, keys = self._score_columns("query", query), self._score_columns("key", key)
+        if asked.head is not None:
+            new = project(self.inputs["value"], asked.head.value)
+            output, weights = kernel(
+                join_heads(query, queries), join_heads(key, keys), join_heads(value, new), *args, **kwargs
+            )
+            self._waiting = (None, None, output[:, :, heads:, : new.shape[-1]], asked.head.output)
+        else:
+            query, key = _wider(query, queries), _wider(key, keys)
+            probes, columns = self._value_columns(value)
+            if columns is not None:
+                query = join_heads(query, query.new_zeros(query.shape[0], group, query.shape[2], 1))
+                key = join_heads(key, key.new_zeros(key.shape[0], 1, key.shape[2], 1))
+                value = join_heads(_wider(value, columns[:, :-1]), columns[:, -1:])
+            output, weights = kernel(query, key, value, *args, **kwargs)
+            if columns is not None:
+                # (batch, tokens, heads + 1, columns); of the last group one head is enough.
+                more = columns.shape[-1]
+                present, uniform = output[:, :, :heads, width : width + more], output[:, :, heads : heads + 1, :more]
+                self._hear(torch.cat((present, uniform), dim=2), probes)
+        own = output[:, :, :heads, :width]
+        return own, weights if weights is None else weights[:, :heads]
+
+    def _score_columns(self, role: str, own: Tensor) -> Tensor:
+        """More columns of queries or keys, (batch, heads, tokens, …): probes of this side, zeros against the other's.
+
+        Zeros stand before the probes among the queries, and behind them among the keys, so that each meets the other.
+        """
+        other = "key" if role == "query" else "query"
+        parts = [self._empty(own, role, other)] if other in self.zeros else []
+        if (asked := getattr(self.question, role)) is not None:
+            parts.append(project(self.inputs[role], asked).to(own.dtype))
+        return torch.cat(parts[:: -1 if role == "key" else 1], dim=-1) if parts else own[..., :0]
+
+    def _value_columns(self, own: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The states of value probes, and all more columns of the values, with those of one head more."""
+        asked, probes, parts = self.question, None, []
+        if asked.value is not None:
+            probes = project(self.inputs["value"], asked.value).to(own.dtype).requires_grad_(asked.metric)
+            parts.append(probes)
+        if asked.output is not None:
+            parts.append(self._empty(own, "value", "output"))
+        return probes, torch.cat(parts, dim=-1) if parts else None
+
+    def _empty(self, own: Tensor, role: str, name: str) -> Tensor:
+        """What weights of zero make of the inputs: a place for their gradient."""
+        heads, _, columns = self.zeros[name].shape
+        empty = own.new_zeros(own.shape[0], heads, own.shape[2], columns)
+        return _Tapped.apply(empty, self.inputs[role], self.zeros[name])
+
+    def _hear(self, read: Tensor, probes: Tensor | None) -> None:
+        """Look at what value probes read, and keep it until the block's output is there."""
+        count = 0 if probes is None else probes.shape[-1]
+        heard = None if probes is None else read[..., :count]
+        silent = None if self.question.output is None else read[..., count:]
+        if heard is not None:
+            real = heard.detach() * token_mask(self.batch, self, "query")[..., None].to(heard.dtype)
+            fine = real.to(torch.promote_types(real.dtype, torch.float32))
+            self.seen["read"] = torch.einsum("bthi,bthj->hij", fine, fine)
+            if self.question.metric:
+                assert probes is not None
+                (slopes,) = torch.autograd.grad(heard, probes, real, retain_graph=True)
+                self.seen["metric"] = _through_inputs(self.inputs["value"], slopes)
+        self._waiting = (None if heard is None else heard.detach(), self.zeros.get("value"), silent, self.question.output)
+
+    def _add_contribution(self, module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        waiting, self._waiting = self._waiting, None
+        return output if waiting is None else _Heard.apply(output, *waiting)
+
+    def no_sums(self) -> dict[str, Tensor]:
+        """Zeros for all that is added up, by name."""
+        shapes = {name: tuple(zeros.shape) for name, zeros in self.zeros.items()}
+        sizes = input_sizes(self.site)
+        if self.question.value is not None:
+            count = self.question.value.shape[-1]
+            shapes["read"] = (self.zeros["value"].shape[0], count, count)
+            if self.question.metric:
+                shapes["metric"] = tuple(self.question.value.shape)
+        if self.question.grams:
+            shapes |= {f"{role}_gram": (sizes[role], sizes[role]) for role in GRAM_ROLES}
+        device = next(self.site.projections())[0].weight.device
+        dtype = linalg.working_dtype(device)
+        return {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+
+    def add_to(self, sums: dict[str, Tensor], gradients: dict[str, Tensor], batch: Batch) -> None:
+        """Add what was seen of a batch, and its gradients."""
+        for name, part in (gradients | self.seen | self._grams(batch)).items():
+            sums[name] += part
+
+    def _grams(self, batch: Batch) -> dict[str, Tensor]:
+        if not self.question.grams:
+            return {}
+        query = self._gram("query", batch)
+        shared = self.site.attention_type == "self" and self.inputs["key"] is self.inputs["query"]
+        return {"query_gram": query, "key_gram": query if shared else self._gram("key", batch)}
+
+    def _gram(self, role: str, batch: Batch) -> Tensor:
+        states = self.inputs[role]
+        fine = states.to(torch.promote_types(states.dtype, torch.float32))
+        real = (fine * token_mask(batch, self, role)).flatten(0, 1)
+        return real.mT @ real
+
+
+def _wider(own: Tensor, columns: Tensor) -> Tensor:
+    return torch.cat((own, columns), dim=-1) if columns.shape[-1] else own
+
+
+def ask(
+    passes: Passes,
+    sites: Sequence[AttentionSite],
+    batches: Sequence[Batch],
+    questions: Sequence[Question],
+    what: str = "",
+) -> list[Answers]:
+    """What every attention module answers in one pass over the batches of all processes."""
+    probes = [Probe(site, question) for site, question in zip(sites, questions, strict=True)]
+    sums = [probe.no_sums() for probe in probes]
+    counts = torch.zeros(2, dtype=torch.float64)
+    with closing(passes.gradients(batches, probes, what=what)) as stream:
         for new in stream:
-            weight, sequences = weight + new.weight, sequences + batch_size(new.batch)
-            for index, (attachment, gradients) in enumerate(zip(attachments, new.by_observer, strict=True)):
-                read = _read_grams(attachment, new.batch) if grams else {}
-                sums[index] = sums[index].plus(_Products(gradients, read))
-    totals = [_Products(passes.reduce_named(part.gradients), passes.reduce_named(part.grams)) for part in sums]
-    (counts,) = passes.reduce([torch.tensor([weight, float(sequences)], dtype=torch.float64)])
-    total_weight, total_sequences = (max(count, 1.0) for count in counts.tolist())
-    return [
-        _Products(
-            {name: gradient / total_weight for name, gradient in total.gradients.items()},
-            {name: gram / total_sequences for name, gram in total.grams.items()},
-        )
-        for total in totals
-    ]
+            counts += torch.tensor([new.weight, batch_size(new.batch)], dtype=torch.float64)
+            for probe, total, gradients in zip(probes, sums, new.by_observer, strict=True):
+                probe.add_to(total, gradients, new.batch)
+            del new, gradients
+    (counts,) = passes.reduce([counts])
+    weight, sequences = (max(count, 1.0) for count in counts.tolist())
+    answers = []
+    # Sums are let go one by one.
+    for probe in probes:
+        totals = passes.reduce_named(sums.pop(0))
+        answers.append(_answers(probe, totals, weight, sequences))
+    return answers
 
 
-def _zero_products(attachment: Attachment, grams: bool) -> _Products:
-    extra = attachment.extra
-    outputs = {"output": extra.output, "head_output": extra.head_output} if grams else {}
-    gradients = {name: torch.zeros_like(leaf, requires_grad=False) for name, leaf in attachment.leaves().items()}
-    zero_grams = {
-        name: output.new_zeros(output.shape[0], output.shape[1], output.shape[1]).detach()
-        for name, output in outputs.items()
-        if output is not None
-    }
-    return _Products(_working(gradients), _working(zero_grams))
-
-
-def _working(parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: part.to(linalg.working_dtype(part.device)) for name, part in parts.items()}
-
-
-def _read_grams(attachment: Attachment, batch: Batch) -> dict[str, Tensor]:
-    """The gram of what each head read at tokens that are not padding, (heads, k, k)."""
-    mask = token_mask(batch, attachment, "query")[..., None]
-    grams = {}
-    for name, read in attachment.read.items():
-        real = read.detach().to(torch.promote_types(read.dtype, torch.float32)) * mask
-        grams[name] = torch.einsum("bthi,bthj->hij", real, real)
-    return grams
-
-
-@dataclass(frozen=True)
-class OutputRows:
-    """Output rows Ψ for the patterns of the present heads (heads, k, outputs), and for the uniform one (1, k, …)."""
-
-    present: Tensor
-    uniform: Tensor
-
-
-def driving_inputs(
-    passes: Passes, sites: Sequence[AttentionSite], batches: Sequence[Batch], outputs: Sequence[OutputRows]
-) -> list[Tensor]:
-    """RΨ for output rows Ψ, (key heads + 1, value inputs, k); the last is the uniform pattern's."""
-    attachments = []
-    for site, rows in zip(sites, outputs, strict=True):
-        inputs, width = input_sizes(site)["value"], rows.present.shape[1]
-        zeros = rows.present.new_zeros(site.attention.n_kv_heads, inputs, width).requires_grad_(True)
-        uniform_zeros = rows.present.new_zeros(1, inputs, width).requires_grad_(True)
-        attachments.append(_circuit_probe(site, zeros, rows.present, uniform_zeros, rows.uniform))
-    means = _mean_products(passes, attachments, batches, "value gradients")
-    return [torch.cat((mean.gradients["value"], mean.gradients["head_value"])) for mean in means]
-
-
-@dataclass(frozen=True)
-class PatternProducts:
-    """For one pattern or several: ΩᵀR (patterns, k, outputs), and Ωᵀ(A₀X)ᵀ(A₀X)Ω (patterns, k, k) where wanted."""
-
-    gradient: Tensor
-    gram: Tensor | None
-
-
-@dataclass(frozen=True)
-class OutputProducts:
-    """Products with value columns Ω, for the patterns of the present heads and for the uniform one."""
-
-    present: PatternProducts
-    uniform: PatternProducts
-
-
-def output_products(
-    passes: Passes,
-    sites: Sequence[AttentionSite],
-    batches: Sequence[Batch],
-    values: Sequence[Tensor],
-    grams: bool = False,
-) -> list[OutputProducts]:
-    """ΩᵀR for value columns Ω (key heads + 1, value inputs, k), the last for the uniform pattern; `grams` if wanted."""
-    attachments = []
-    for site, value in zip(sites, values, strict=True):
-        outputs, width = input_sizes(site)["output"], value.shape[-1]
-        zeros = value.new_zeros(site.attention.n_heads, width, outputs).requires_grad_(True)
-        uniform_zeros = value.new_zeros(1, width, outputs).requires_grad_(True)
-        attachments.append(_circuit_probe(site, value[:-1], zeros, value[-1:], uniform_zeros))
-    means = _mean_products(passes, attachments, batches, "output gradients", grams)
-    return [
-        OutputProducts(
-            PatternProducts(mean.gradients["output"], mean.grams.get("output")),
-            PatternProducts(mean.gradients["head_output"], mean.grams.get("head_output")),
-        )
-        for mean in means
-    ]
-
-
-def _circuit_probe(
-    site: AttentionSite, value: Tensor, output: Tensor, uniform_value: Tensor, uniform_output: Tensor
-) -> Attachment:
-    """More value columns for all heads, and one head without scores, which attends uniformly."""
-    sizes, dims = input_sizes(site), site.attention.dims
-    group = dims.num_attention_heads // dims.num_key_value_heads
-    return Attachment(
-        site,
-        Extra(
-            value=value,
-            output=output,
-            head_query=value.new_zeros(group, sizes["query"], 1),
-            head_key=value.new_zeros(1, sizes["key"], 1),
-            head_value=uniform_value,
-            head_output=uniform_output,
-        ),
-    )
+def _answers(probe: Probe, sums: dict[str, Tensor], weight: float, sequences: float) -> Answers:
+    """Means: of gradients over what the loss is a mean of, of all else over sequences."""
+    counts = dict.fromkeys(probe.zeros, weight)
+    # The kernel multiplies the scores with it.
+    scaling = probe.site.attention.scaling
+    counts |= {name: weight * scaling for name in SCORE_ANSWERS}
+    means = {name: part / counts.get(name, sequences) for name, part in sums.items()}
+    grams = [means.pop(f"{role}_gram") for role in GRAM_ROLES] if probe.question.grams else None
+    return Answers(**means, grams=None if grams is None else Grams(*grams))

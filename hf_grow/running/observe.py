@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_grow.modeling.growable_attention import AttentionSite
+from hf_grow.running.batches import Batch
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Observer:
     def __init__(self, site: AttentionSite) -> None:
         self.site = site
         self.inputs: dict[str, Tensor] = {}
+        # The batch that is going through the model.
+        self.batch: Batch = {}
         self._kept: _Kept | None = None
         # What was added to the block's output, made by the kernel and used after the output projection.
         self.contribution: Tensor | None = None
@@ -165,7 +168,7 @@ class Attachment(Observer):
         extra, heads, width = self.extra, query.shape[1], value.shape[-1]
         query = self._more_heads("query", self._more_columns(query, "query"), heads // key.shape[1])
         key = self._more_heads("key", self._more_columns(key, "key"), 1)
-        value = _join(self._more_columns(value, "value"), self._project("value", extra.head_value))
+        value = join_heads(self._more_columns(value, "value"), self._project("value", extra.head_value))
         output, weights = kernel(query, key, value, *args, **kwargs)
         self.read = {}
         if extra.output is not None:
@@ -189,19 +192,21 @@ class Attachment(Observer):
         if self.extra.copies:
             copied = (own[:, index * group : (index + 1) * group] for index in self.extra.copies)
             own = torch.cat((own, *copied), dim=1)
-        return _join(own, self._project(role, getattr(self.extra, f"head_{role}")))
+        return join_heads(own, self._project(role, getattr(self.extra, f"head_{role}")))
 
     def _project(self, role: str, weight: Tensor | None) -> Tensor | None:
-        """(batch, heads, tokens, columns) of extra weights (heads, inputs, columns)."""
-        if weight is None:
-            return None
-        states = self.inputs[role]
-        heads, _, columns = weight.shape
-        flat = states @ weight.transpose(0, 1).flatten(1).to(states)
-        return flat.unflatten(-1, (heads, columns)).transpose(1, 2)
+        """The states of a role through extra weights, where there are any."""
+        return None if weight is None else project(self.inputs[role], weight)
 
 
-def _join(own: Tensor, heads: Tensor | None) -> Tensor:
+def project(states: Tensor, weight: Tensor) -> Tensor:
+    """(batch, tokens, inputs) through (heads, inputs, columns): (batch, heads, tokens, columns)."""
+    heads, _, columns = weight.shape
+    flat = states @ weight.transpose(0, 1).flatten(1).to(states)
+    return flat.unflatten(-1, (heads, columns)).transpose(1, 2)
+
+
+def join_heads(own: Tensor, heads: Tensor | None) -> Tensor:
     """More heads behind the own ones; the narrower are filled with zeros."""
     if heads is None:
         return own

@@ -81,13 +81,13 @@ class Passes:
         with self._watched(observers, implementation) as watch:
             for number, batch in enumerate(self._bar(batches, what)):
                 with self._timed():
-                    gradients = self._leaf_gradients(batch, number, watch)
-                if gradients is None:
+                    found = self._leaf_gradients(batch, number, watch)
+                if found is None:
                     skipped += 1
                 else:
-                    yield BatchGradients(batch, self.weight(batch), gradients)
+                    yield found
                 # Scores and their gradients are large: let go of them before the next batch makes more.
-                del gradients
+                del found
         self._check_skipped(skipped, len(batches))
 
     def watch(
@@ -183,6 +183,8 @@ class Passes:
         )
 
     def _forward(self, batch: Batch, number: int, watch: _Watch) -> Any:
+        for observer in watch.observers:
+            observer.batch = batch
         try:
             return self._run(batch)
         except torch.OutOfMemoryError:
@@ -212,7 +214,7 @@ class Passes:
             raise HfGrowError("The model returned no loss: batches must hold labels.")
         return loss
 
-    def _leaf_gradients(self, batch: Batch, number: int, watch: _Watch) -> list[dict[str, Tensor]] | None:
+    def _leaf_gradients(self, batch: Batch, number: int, watch: _Watch) -> BatchGradients | None:
         """∂L/∂leaf for every observer, times the batch's weight; None where it is not finite."""
         with torch.enable_grad():
             loss = self._loss(batch, number, watch)
@@ -231,7 +233,10 @@ class Passes:
         for gradient in gradients:
             finite = finite & torch.isfinite(gradient).all().to(finite.device)
         in_order = iter(gradients)
-        return [{name: next(in_order) for name in named} for named in leaves] if bool(finite) else None
+        if not bool(finite):
+            return None
+        by_observer = [{name: next(in_order) for name in named} for named in leaves]
+        return BatchGradients(batch, weight, by_observer)
 
     def _check_skipped(self, skipped: int, batches: int) -> None:
         # All processes go on, or none.

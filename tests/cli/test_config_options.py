@@ -128,7 +128,7 @@ def test_commands_have_few_parameters_and_all_options():
 
 def test_new_options_reach_the_collection(run, tmp_path):
     (tmp_path / "data.txt").write_text("some words to read, " * 60)
-    options = {"held_out": 0.4, "inverse": "pinv", "products": 3, "oversampling": 2, "cutoff": 1e-5}
+    options = {"held_out": 0.4, "inverse": "pinv", "passes": 4, "oversampling": 2, "cutoff": 1e-5}
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
     size = ("--length", 16, "--max-sequences", 8, "--kinds", "columns", "--json")
     printed = run("analyze", hf_grow.SMALL_MODEL, "--data", tmp_path / "data.txt", *size, *words)

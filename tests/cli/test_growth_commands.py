@@ -173,7 +173,7 @@ def test_every_option_reaches_its_config(data, step_scope):
     """Also under the name it had in 0.1.0."""
     growing = {"align": 5, "step_scope": "per_layer", "line_search": "full_rank"}
     collecting = {"collection": "exact", "target": "gradient", "metric": "euclidean", "estimator": "per_sequence"}
-    collecting |= {"phases": "split", "ridge": 0.01, "seed": 3}
+    collecting |= {"passes": 2, "ridge": 0.01, "seed": 3}
     options = [
         part for name, value in (growing | collecting).items() for part in (f"--{name.replace('_', '-')}", value)
     ]

@@ -15,9 +15,11 @@ from transformers import AutoTokenizer, BertForSequenceClassification
 
 import hf_grow
 from hf_grow import CollectConfig, GrowthConfig, collect_statistics, grow, insert_growth, plan_growth
+from hf_grow.growth.collect import SplitBatches, collector
 from hf_grow.growth.kinds.head import HeadGrowth, NewHeads
 from hf_grow.growth.layer_growth import LayerGrowth
 from hf_grow.growth.line_search import Trial, usual_step
+from hf_grow.measuring.collector import uniform_heads
 from hf_grow.measuring.statistics import uniform_circuit
 from hf_grow.running.batches import split_sequences
 from hf_grow.running.passes import Passes
@@ -184,11 +186,13 @@ def test_the_scores_of_a_new_uniform_head_go_downhill(collection, source_code):
     """A small step along them lowers the loss beside the head's value side, as much as their gains say."""
     model, chosen = growable(), source_code[0][:4]
     config = CollectConfig(collection=collection, kinds=("heads",), held_out=0.0)
-    statistics = collect_statistics(model, chosen, config)
+    layers = collect_statistics(model, chosen, config).layers
+    collection = collector(Passes(model), growable_sites(model), SplitBatches(chosen, []), config)
+    found = collection.head_scores(layers, uniform_heads(layers))
     circuit_step, slope = 0.02, 0.0
     growths = []
-    for layer in statistics.layers:
-        scores, columns = layer.uniform_scores, layer.place.query_key_dim
+    for layer, scores in zip(layers, found, strict=True):
+        columns = layer.place.query_key_dim
         head = HeadGrowth(None, *uniform_circuit(layer.uniform, layer.place))
         head = replace(head, query=scores.first[..., :columns], key=scores.second[..., :columns])
         growths.append(LayerGrowth(layer.place, (NewHeads((head,)),)))

@@ -12,7 +12,7 @@ from hf_grow import CollectConfig, HfGrowError
         ({"kinds": ("layers",)}, "columns, value_columns, heads"),
         ({"kinds": ()}, "at least one"),
         ({"kinds": 5}, "must be a tuple"),
-        ({"products": 1}, "at least 2"),
+        ({"passes": 1}, "at least 2"),
         ({"held_out": 1.0}, "below 1"),
         ({"estimator": "exact"}, "collection='exact'"),
         ({"metric": "none"}, "collection='exact'"),

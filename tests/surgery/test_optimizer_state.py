@@ -567,7 +567,7 @@ def test_fused_momentum_goes_on_after_all_weights_were_made_anew():
     loss_in_double(model, labelled(model)).backward()
     optimizer.step()
     config = GrowthConfig(columns=2, strategy="refactor")
-    grow(model, [labelled(model)], config, collect=CollectConfig(products=2), optimizer=optimizer)
+    grow(model, [labelled(model)], config, collect=CollectConfig(passes=2), optimizer=optimizer)
     loss_in_double(model, labelled(model)).backward()
     optimizer.step()
     buffers = [state["momentum_buffer"] for state in optimizer.state.values()]

@@ -30,7 +30,6 @@ class Heads(Kind):
 
     name = "heads"
     step_names = ("heads", SCORES)
-    searches_new_scores = True
     label = "head"
     size_name = "n_heads"
     limit = "max_heads"
