@@ -53,6 +53,11 @@ def symmetric_power(gram: Tensor, power: float, cutoff: float = 1e-6, ridge: flo
     return (vectors * powered[..., None, :]) @ vectors.mT
 
 
+def noisy_inverse(gram: Tensor) -> Tensor:
+    """The pseudo-inverse of a gram that is a product of others, which lose twice as many digits."""
+    return symmetric_power(gram, -1.0, max(NOISE**2, 10 * torch.finfo(gram.dtype).eps))
+
+
 def ridged(gram: Tensor, ridge: float) -> Tensor:
     """gram + ridge · mean eigenvalue · I."""
     mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]

@@ -28,6 +28,9 @@ def calibrate(
 def _calibrate_kind(statistics: Statistics, trial: Trial, kind: Kind) -> Calibration:
     """The kind's own step."""
     slope, start = sum(map(_slope, statistics.layers, trial.growths)), usual_step(trial.growths, kind.name)
+    if slope <= 0:
+        # Even the smallest step would raise the loss.
+        return Calibration(0.0, 0.0, 0.0)
     line = trial.search(kind.name, {}, start, statistics.loss, slope)
     return Calibration(line.step, statistics.loss - line.loss, line.step * slope)
 

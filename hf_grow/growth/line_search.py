@@ -18,6 +18,8 @@ from hf_grow.surgery.blocks import effective, query_factors, read_blocks
 FACTOR = 3.0
 TRIES = 12
 REFINEMENTS = 2
+# The search begins no further out than where a loss that fell on as it does at first would lose this share.
+FAR = 0.3
 # A parabola that promises less than this share of what was reached is not followed.
 WORTHWHILE = 0.03
 
@@ -50,6 +52,9 @@ def search(
     curve, refined = tried.curve, 0
     slope = slope if slope and slope > 0 else None
     step: float | None = start
+    if slope is not None and 0 < curve[0.0] < inf:
+        # No step lowers the loss below zero, and to first order a good one goes about this far.
+        step = min(start, FAR * curve[0.0] / slope)
     while step is not None and len(curve) <= TRIES:
         curve[step] = loss_at(step)
         best = tried.step
@@ -60,8 +65,8 @@ def search(
             step = min(max(far, best * FACTOR), best * FACTOR**2)
         else:
             least = min(step for step in curve if step > 0)
-            lowest = least / FACTOR if slope is None else _with_slope(curve, least, slope).lowest
-            step = max(lowest, least / FACTOR**2)
+            near = least if slope is None else _with_slope(curve, least, slope).lowest
+            step = max(min(near, least / FACTOR), least / FACTOR**2)
     return tried
 
 

@@ -67,35 +67,40 @@ class CircuitSearch:
 
     def solve(self, factor: Tensor, rank: int) -> Candidates:
         """The best among all value columns asked for; `factor` whitens their gram."""
-        value, output = linalg.value_directions(self.products, factor, rank, self.groups)
+        value, output = linalg.value_directions(self.products, factor.to(self.products), rank, self.groups)
         return Candidates(self.spanned @ value, output, linalg.value_gains(self.products, value, output))
+
+    def fine_gram(self) -> Tensor:
+        """The gram of all value columns asked for, fit to be inverted."""
+        return self.gram.to(linalg.working_dtype(self.gram.device))
 
     def _corrections(self) -> Tensor:
         """New value columns: what the best solution leaves of RΨ, as N would be inverted by what is known of it."""
-        ridged = self.gram + self.ridge * torch.eye(self.gram.shape[-1]).to(self.gram)
-        solution = linalg.symmetric_power(ridged, -1.0, linalg.NOISE**2) @ (self.spanned.mT @ self.driven)
-        left = self.driven - self.known @ solution - self.ridge * (self.spanned @ solution)
+        gram = self.fine_gram()
+        known, spanned, driven = (part.to(gram) for part in (self.known, self.spanned, self.driven))
+        solution = linalg.noisy_inverse(self._ridged(gram)) @ (spanned.mT @ driven)
+        left = driven - known @ solution - self.ridge * (spanned @ solution)
         # N ≈ Y G⁺ Yᵀ + rest · I with Y = NΩ and G = ΩᵀNΩ, inverted by its small part.
-        size = self._rest() + self.ridge
-        small = size[:, None, None] * self.gram + self.known.mT @ self.known
-        inner = linalg.symmetric_power(small, -1.0, linalg.NOISE**2) @ (self.known.mT @ left)
-        corrections = (left - self.known @ inner) / size[:, None, None].clamp(min=torch.finfo(left.dtype).tiny)
-        return linalg.orthonormal_beside(corrections, self.spanned)[..., : WIDER * self.width]
+        size = (self._rest(gram, known) + self.ridge)[:, None, None].clamp(min=torch.finfo(gram.dtype).tiny)
+        inner = linalg.noisy_inverse(size * gram + known.mT @ known) @ (known.mT @ left)
+        corrections = linalg.orthonormal_beside((left - known @ inner) / size, spanned)
+        return corrections[..., : WIDER * self.width].to(self.like)
 
-    def _rest(self) -> Tensor:
-        """The mean eigenvalue of N beside what is known of it; its trace is estimated from the first, random columns."""
+    def _rest(self, gram: Tensor, known: Tensor) -> Tensor:
+        """The mean eigenvalue of N beside what is known of it; its trace is estimated from the first, random probes."""
         first = min(WIDER * self.width, self.inputs)
-        trace = self.gram[:, :first, :first].diagonal(dim1=1, dim2=2).mean(1) * self.inputs
-        inverse = linalg.symmetric_power(self.gram, -1.0, linalg.NOISE**2)
-        known = torch.einsum("gim,gmn,gin->g", self.known, inverse, self.known)
-        return (trace - known).clamp(min=0) / self.inputs
+        trace = gram[:, :first, :first].diagonal(dim1=1, dim2=2).mean(1) * self.inputs
+        inside = torch.einsum("gim,gmn,gin->g", known, linalg.noisy_inverse(gram), known)
+        return (trace - inside).clamp(min=0) / self.inputs
 
     def _best_rows(self) -> Tensor:
         """The output rows of the best solution so far, beside those already asked for."""
-        factor = linalg.whitening(self.gram + self.ridge * torch.eye(self.gram.shape[-1]).to(self.gram))
+        factor = linalg.whitening(self._ridged(self.fine_gram())).to(self.products)
         _, output = linalg.value_directions(self.products, factor, self.width, self.groups)
-        rows = output.mT.reshape(self.groups, -1, output.shape[1])
-        return linalg.orthonormal_beside(rows, self.asked_rows)
+        return linalg.orthonormal_beside(output.mT.reshape(self.groups, -1, output.shape[1]), self.asked_rows)
+
+    def _ridged(self, gram: Tensor) -> Tensor:
+        return gram + self.ridge * torch.eye(gram.shape[-1]).to(gram)
 
     def _per_head(self, rows: Tensor) -> Tensor:
         """(groups, outputs of all heads, k) → (heads, k, outputs)."""

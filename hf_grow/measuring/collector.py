@@ -10,12 +10,12 @@ from hf_grow import linalg
 from hf_grow.linalg import Side
 from hf_grow.measuring.config import CollectConfig
 from hf_grow.measuring.kind import MEASURED_KINDS
-from hf_grow.measuring.probes import Grams, NewHead
+from hf_grow.measuring.probes import Grams, NewHead, single_or_finer
 from hf_grow.measuring.statistics import AttentionStatistics, uniform_circuit
 from hf_grow.modeling.growable_attention import AttentionSite
 from hf_grow.running.batches import Batch
 from hf_grow.running.passes import Passes
-from hf_grow.surgery.blocks import Blocks, effective, query_factors, read_blocks
+from hf_grow.surgery.blocks import effective, query_factors, read_blocks
 from hf_grow.surgery.place import place_of
 
 
@@ -38,9 +38,21 @@ class Sides:
         """Sides that leave nothing out."""
         return Sides(replace(self.query, basis=None), replace(self.key, basis=None))
 
-    def side(self, role: str) -> Side:
-        """The "query" or the "key" side."""
-        return self.query if role == "query" else self.key
+    def to(self, like: Tensor) -> "Sides":
+        """In another precision."""
+        moved: dict[int, Tensor] = {}
+
+        def move(part: Tensor) -> Tensor:
+            # What both sides share stays shared.
+            return moved.setdefault(id(part), part.to(like))
+
+        query, key = (
+            Side(
+                move(side.gram), move(side.factor), side.basis if side.basis is None else move(side.basis), side.groups
+            )
+            for side in (self.query, self.key)
+        )
+        return Sides(query, key)
 
 
 class Collector:
@@ -56,16 +68,16 @@ class Collector:
     ) -> None:
         self.passes, self.sites, self.choosing, self.judging, self.config = passes, sites, choosing, judging, config
         self.places = [place_of(site) for site in sites]
-        self.present = [self._present(effective(read_blocks(site), query_factors(site))) for site in sites]
+        self.present = [self._present(site) for site in sites]
         self.kinds = [MEASURED_KINDS[name] for name in config.measured_kinds]
         # Whether any process has sequences that judge: all take part in their passes then.
         self.judged = passes.count(judging) > 0
         self.generator = torch.Generator().manual_seed(config.seed)
 
     @staticmethod
-    def _present(blocks: Blocks) -> PresentColumns:
-        dtype = linalg.working_dtype(blocks["query"].device)
-        return PresentColumns(blocks["query"].to(dtype), blocks["key"].to(dtype))
+    def _present(site: AttentionSite) -> PresentColumns:
+        blocks = effective(read_blocks(site), query_factors(site))
+        return PresentColumns(*(blocks[role].to(single_or_finer(site)) for role in ("query", "key")))
 
     @property
     def wants_score_columns(self) -> bool:
@@ -84,14 +96,15 @@ class Collector:
         return self.config.value_columns + self.config.oversampling
 
     def sides(self, grams: Grams, index: int) -> Sides:
-        """The query and the key side of a layer, with the span of the present columns."""
+        """The query and the key side of a layer, with the span of the present columns, as precise as the grams."""
         present = self.present[index]
+        query = linalg.ridged(grams.query, self.config.ridge), self.whitening(grams.query)
         same = grams.query.shape == grams.key.shape and torch.equal(grams.query, grams.key)
-        factor = self.whitening(grams.query)
-        groups = present.key.shape[0]
-        query = linalg.side(linalg.ridged(grams.query, self.config.ridge), factor, present.query, groups)
-        factor = factor if same else self.whitening(grams.key)
-        return Sides(query, linalg.side(linalg.ridged(grams.key, self.config.ridge), factor, present.key))
+        key = query if same else (linalg.ridged(grams.key, self.config.ridge), self.whitening(grams.key))
+        return Sides(
+            linalg.side(*query, present.query.to(grams.query), present.key.shape[0]),
+            linalg.side(*key, present.key.to(grams.key)),
+        )
 
     def whitening(self, gram: Tensor) -> Tensor:
         """What whitens a gram, by the numerics of the config."""

@@ -37,7 +37,7 @@ def collect_sums(
     with closing(passes.gradients(batches, observers, "eager", "exact gradients")) as stream:
         for new in stream:
             for index, (observer, gradients) in enumerate(zip(observers, new.by_observer, strict=True)):
-                seen = _Seen(observer, new.batch, gradients["scores"], gradients["block"])
+                seen = _Seen(observer, new.batch, *(new.weight * gradients[name] for name in ("scores", "block")))
                 sums[index] = sums[index].merge(seen.sums(batch_size(new.batch), new.weight, values))
                 if estimators is not None:
                     seen.tell(estimators[index])

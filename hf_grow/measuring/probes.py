@@ -98,7 +98,7 @@ class _Tapped(torch.autograd.Function):
         return own.view_as(own)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
         return gradient, None, _through_inputs(ctx.saved_tensors[0], gradient)
 
 
@@ -117,7 +117,7 @@ class _Heard(torch.autograd.Function):
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor | None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor | None, Tensor | None, None]:
         heard, rows = ctx.saved_tensors
         to_zeros = to_silent = None
         if heard is not None:
@@ -137,12 +137,24 @@ def _through_inputs(inputs: Tensor, states: Tensor) -> Tensor:
     return product.unflatten(1, (states.shape[1], states.shape[3])).transpose(0, 1)
 
 
+def site_device(site: AttentionSite) -> torch.device:
+    """Where an attention module computes."""
+    return next(site.projections())[0].weight.device
+
+
+def single_or_finer(site: AttentionSite) -> torch.dtype:
+    """The precision of an attention module's weights, or single precision where they are coarser or packed."""
+    dtype = next(site.projections())[0].weight.dtype
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else torch.float32
+
+
 class Probe(Observer):
     """Asks a question: extra columns in the kernel, whose other side is zero; no output changes."""
 
     def __init__(self, site: AttentionSite, question: Question) -> None:
         super().__init__(site)
         self.question = question
+        self.dtype = single_or_finer(site)
         self.zeros = {name: zero.requires_grad_(True) for name, zero in self._zeros().items()}
         # What was seen of a batch without its gradients, by the names of answers.
         self.seen: dict[str, Tensor] = {}
@@ -166,10 +178,9 @@ class Probe(Observer):
             shapes["value"] = (dims.num_attention_heads + 1, asked.value.shape[-1], sizes["output"])
         if asked.output is not None:
             shapes["output"] = (groups + 1, sizes["value"], asked.output.shape[1])
-        weight = next(self.site.projections())[0].weight
-        dtype = torch.promote_types(weight.dtype, torch.float32) if weight.is_floating_point() else torch.float32
         # They say where gradients go and have the shape of these; their values are never read.
-        return {name: torch.zeros(1, dtype=dtype, device=weight.device).expand(shape) for name, shape in shapes.items()}
+        nothing = torch.zeros(1, dtype=self.dtype, device=site_device(self.site))
+        return {name: nothing.expand(shape) for name, shape in shapes.items()}
 
     def leaves(self) -> dict[str, Tensor]:
         """The zero sides."""
@@ -245,7 +256,12 @@ class Probe(Observer):
                 assert probes is not None
                 (slopes,) = torch.autograd.grad(heard, probes, real, retain_graph=True)
                 self.seen["metric"] = _through_inputs(self.inputs["value"], slopes)
-        self._waiting = (None if heard is None else heard.detach(), self.zeros.get("value"), silent, self.question.output)
+        self._waiting = (
+            None if heard is None else heard.detach(),
+            self.zeros.get("value"),
+            silent,
+            self.question.output,
+        )
 
     def _add_contribution(self, module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         waiting, self._waiting = self._waiting, None
@@ -262,14 +278,16 @@ class Probe(Observer):
                 shapes["metric"] = tuple(self.question.value.shape)
         if self.question.grams:
             shapes |= {f"{role}_gram": (sizes[role], sizes[role]) for role in GRAM_ROLES}
-        device = next(self.site.projections())[0].weight.device
+        device = site_device(self.site)
         dtype = linalg.working_dtype(device)
         return {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
 
-    def add_to(self, sums: dict[str, Tensor], gradients: dict[str, Tensor], batch: Batch) -> None:
-        """Add what was seen of a batch, and its gradients."""
-        for name, part in (gradients | self.seen | self._grams(batch)).items():
-            sums[name] += part
+    def add_to(self, sums: dict[str, Tensor], batch: Batch, gradients: dict[str, Tensor], weight: float) -> None:
+        """Add what was seen of a batch, and its gradients times their weight."""
+        for name, gradient in gradients.items():
+            sums[name].add_(gradient, alpha=weight)
+        for name, part in (self.seen | self._grams(batch)).items():
+            sums[name].add_(part)
 
     def _grams(self, batch: Batch) -> dict[str, Tensor]:
         if not self.question.grams:
@@ -304,7 +322,7 @@ def ask(
         for new in stream:
             counts += torch.tensor([new.weight, batch_size(new.batch)], dtype=torch.float64)
             for probe, total, gradients in zip(probes, sums, new.by_observer, strict=True):
-                probe.add_to(total, gradients, new.batch)
+                probe.add_to(total, new.batch, gradients, new.weight)
             del new, gradients
     (counts,) = passes.reduce([counts])
     weight, sequences = (max(count, 1.0) for count in counts.tolist())
@@ -317,11 +335,15 @@ def ask(
 
 
 def _answers(probe: Probe, sums: dict[str, Tensor], weight: float, sequences: float) -> Answers:
-    """Means: of gradients over what the loss is a mean of, of all else over sequences."""
-    counts = dict.fromkeys(probe.zeros, weight)
-    # The kernel multiplies the scores with it.
-    scaling = probe.site.attention.scaling
-    counts |= {name: weight * scaling for name in SCORE_ANSWERS}
-    means = {name: part / counts.get(name, sequences) for name, part in sums.items()}
-    grams = [means.pop(f"{role}_gram") for role in GRAM_ROLES] if probe.question.grams else None
-    return Answers(**means, grams=None if grams is None else Grams(*grams))
+    """Means: of gradients over what the loss is a mean of, of all else over sequences.
+
+    Answers are kept as precise as the model computed them, so that those of all passes fit in memory.
+    """
+    grams = None
+    if probe.question.grams:
+        query, key = (sums.pop(f"{role}_gram").div_(sequences) for role in GRAM_ROLES)
+        grams = Grams(query, query if query.shape == key.shape and torch.equal(query, key) else key)
+    # The kernel multiplies the scores with the scaling.
+    counts = {name: weight * (probe.site.attention.scaling if name in SCORE_ANSWERS else 1.0) for name in probe.zeros}
+    means = {name: (part / counts.get(name, sequences)).to(probe.dtype) for name, part in sums.items()}
+    return Answers(**means, grams=grams)

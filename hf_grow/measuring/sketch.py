@@ -53,7 +53,7 @@ class SketchCollector(Collector):
                 if number:
                     search.take(answer)
                 else:
-                    free = self.sides(Grams(layer.query_gram, layer.key_gram), index).free()
+                    free = self.sides(Grams(layer.query_gram, layer.key_gram), index).free().to(search.like)
                     search.take_start(answer, free, free, None)
         found = [search.solve(place.query_key_dim) for search, place in zip(searches, self.places, strict=True)]
         if not self.judged:
@@ -106,7 +106,8 @@ class _LayerSearch:
         if number == 0:
             assert answers.grams is not None
             self.grams = answers.grams
-            self.sides = self.collector.sides(answers.grams, self.index)
+            present = self.collector.present[self.index].key
+            self.sides = self.collector.sides(answers.grams, self.index).to(present)
             for circuit in self.circuits:
                 circuit.ridge = self.collector.pattern_ridge(answers.grams.key)
         if self.scores is not None and number == 0:
@@ -152,7 +153,8 @@ class _LayerSearch:
         return layer
 
     def _circuit(self, circuit: CircuitSearch) -> Candidates:
-        factor = self.collector.pattern_whitening(circuit.gram, self.grams.key, circuit.spanned)
+        gram = circuit.fine_gram()
+        factor = self.collector.pattern_whitening(gram, self.grams.key, circuit.spanned.to(gram))
         return circuit.solve(factor, self.collector.circuit_rank() + self.collector.config.oversampling)
 
 

@@ -44,7 +44,10 @@ class Processes(Protocol):
 
 @dataclass(frozen=True)
 class BatchGradients:
-    """One batch, its weight, and times that weight the gradients of each observer's leaves, by their names."""
+    """One batch, and the gradients of each observer's leaves by their names.
+
+    The loss is a mean over the batch, whose weight says of how much: gradients times weights add up over batches.
+    """
 
     batch: Batch
     weight: float
@@ -215,7 +218,7 @@ class Passes:
         return loss
 
     def _leaf_gradients(self, batch: Batch, number: int, watch: _Watch) -> BatchGradients | None:
-        """∂L/∂leaf for every observer, times the batch's weight; None where it is not finite."""
+        """∂L/∂leaf for every observer; None where it is not finite."""
         with torch.enable_grad():
             loss = self._loss(batch, number, watch)
             _check_used(watch.observers)
@@ -223,11 +226,8 @@ class Passes:
             flat = [leaf for named in leaves for leaf in named.values()]
             # A loss that no leaf touches has no graph at all.
             slopes = torch.autograd.grad(loss, flat, allow_unused=True) if loss.requires_grad else [None] * len(flat)
-        # The loss is a mean over the batch; sums are what adds up over batches of any size.
-        weight = self.weight(batch)
         gradients = [
-            torch.zeros_like(leaf) if slope is None else slope * weight
-            for leaf, slope in zip(flat, slopes, strict=True)
+            torch.zeros_like(leaf) if slope is None else slope for leaf, slope in zip(flat, slopes, strict=True)
         ]
         finite = torch.isfinite(loss).all()
         for gradient in gradients:
@@ -236,7 +236,7 @@ class Passes:
         if not bool(finite):
             return None
         by_observer = [{name: next(in_order) for name in named} for named in leaves]
-        return BatchGradients(batch, weight, by_observer)
+        return BatchGradients(batch, self.weight(batch), by_observer)
 
     def _check_skipped(self, skipped: int, batches: int) -> None:
         # All processes go on, or none.

@@ -133,9 +133,7 @@ def test_all_questions_at_once_have_the_answers_of_each_alone(model_type, stock_
     together = ask(Passes(model), sites, inputs, questions)
     parts = {"key": ("key",), "query": ("query",), "output": ("output",), "value": ("value", "read", "metric")}
     for name, answered in parts.items():
-        asked = [
-            Question(**{name: getattr(question, name)}, metric=name == "value") for question in questions
-        ]
+        asked = [Question(**{name: getattr(question, name)}, metric=name == "value") for question in questions]
         for one, other in zip(together, ask(Passes(model), sites, inputs, asked), strict=True):
             for answer in answered:
                 assert relative_difference(getattr(one, answer), getattr(other, answer)) < 1e-6, answer

@@ -44,7 +44,8 @@ def _score_gradient(layer: AttentionStatistics, change: Directions, collected: C
     if layer.sums is not None:
         return layer.sums[0].mean().gradient
     grams = [linalg.ridged(gram, collected.ridge) for gram in (layer.query_gram, layer.key_gram)]
-    return grams[0] @ change.query @ linalg.repeat_groups(change.key, change.query.shape[0]).mT @ grams[1]
+    query, key = change.query.to(grams[0]), change.key.to(grams[1])
+    return grams[0] @ query @ linalg.repeat_groups(key, query.shape[0]).mT @ grams[1]
 
 
 REPLACED_COLUMNS = ReplacedColumns()
@@ -94,7 +95,8 @@ class RemadeColumns(Piece):
         """−⟨T, D⟩ for the change D that the new columns make."""
         query, key = self.replaced(layer.place, step, {"query": layer.query, "key": layer.key})
         heads = query.shape[0]
-        change = query @ linalg.repeat_groups(key, heads).mT - layer.query @ linalg.repeat_groups(layer.key, heads).mT
+        present = layer.query @ linalg.repeat_groups(layer.key, heads).mT
+        change = query @ linalg.repeat_groups(key, heads).mT - present.to(query)
         return -layer.place.scaling * float((self.gradient * change).sum())
 
     def head_gains(self, layer: AttentionStatistics) -> Tensor | None:
