@@ -131,6 +131,10 @@ class Side:
         """Fᵀ · product, without what the present columns span."""
         return self.project(self.factor.mT @ product)
 
+    def whitened(self, weights: Tensor) -> Tensor:
+        """FᵀA · weights: what columns of these weights are in whitened coordinates, as F⁻¹ is FᵀA."""
+        return self.factor.mT @ self.gram @ weights
+
     def weights(self, whitened: Tensor) -> Tensor:
         """F · whitened: weights for columns that were found in whitened coordinates."""
         return self.factor @ whitened
@@ -273,9 +277,15 @@ def directions(
 
 
 def balanced(left: Tensor, values: Tensor, right: Tensor) -> Directions:
-    """Half of each singular value on either side."""
-    roots = values.clamp(min=0).sqrt()[:, None, :]
+    """Half of each singular value on either side, which a solver may have turned around together."""
+    roots = values.clamp(min=0).sqrt()[:, None, :] * _signs(right)
     return Directions(left * repeat_groups(roots, left.shape[0]), right * roots)
+
+
+def _signs(vectors: Tensor) -> Tensor:
+    """(…, 1, k): what makes the largest entry of each of the vectors (…, n, k) positive."""
+    largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
+    return torch.where(largest < 0, -1.0, 1.0).to(vectors)
 
 
 def first_order_gains(gradient: Tensor, change: Directions) -> Tensor:
@@ -301,7 +311,7 @@ def value_directions(gradient: Tensor, pattern_factor: Tensor, rank: int, groups
 
 def split_circuit(left: Tensor, values: Tensor, right: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Value columns and output rows from the factors of a group, half of each singular value on either side."""
-    roots = values.clamp(min=0).sqrt()[:, None, :]
+    roots = values.clamp(min=0).sqrt()[:, None, :] * _signs(left)
     groups, _, rank = right.shape
     output = (right * roots).reshape(groups, heads // groups, -1, rank).flatten(0, 1).mT
     return left * roots, output

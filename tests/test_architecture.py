@@ -16,6 +16,7 @@ ORDER = [
     "linalg",
     "files",
     "fields",
+    "progress",
     "modeling",
     "assets",
     "surgery",

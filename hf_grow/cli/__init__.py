@@ -10,6 +10,7 @@ from rich.markup import escape
 from hf_grow.cli import analyze, demo, finetune, grow, inspect, patch, push
 from hf_grow.cli.output import errors
 from hf_grow.errors import HfGrowError
+from hf_grow.progress import libraries_quiet_unless_watched
 
 app = typer.Typer(
     name="hf-grow",
@@ -30,7 +31,8 @@ def main(words: Sequence[str] | None = None) -> None:
     """Run the command line, with these words or those it was given; bad input ends with a sentence and exit code 2."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
-        app(words)
+        with libraries_quiet_unless_watched():
+            app(words)
     except HfGrowError as error:
         errors.print(f"[red]Error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
         sys.exit(2)

@@ -16,7 +16,6 @@ from typing import Any
 
 import datasets
 import torch
-from datasets.utils import tqdm
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -36,6 +35,7 @@ from hf_grow.data.sequences import (
     padding_tokenizer,
 )
 from hf_grow.errors import HfGrowError
+from hf_grow.progress import bar
 from hf_grow.surgery.base import without_adapters
 
 logger = logging.getLogger("hf_grow")
@@ -210,7 +210,7 @@ def _rows(data: str, dataset: Any, task: Packing | Classification, config: DataC
 
 def _taken(rows: Iterator[Row], most: int | None) -> list[Row]:
     """The first rows, with a progress bar."""
-    return list(tqdm(islice(rows, most), desc="Sequences", total=most, unit=" sequences"))
+    return list(bar(True, iterable=islice(rows, most), desc="Sequences", total=most, unit=" sequences"))
 
 
 def _length(model: PreTrainedModel, config: DataConfig) -> int:

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from hf_grow.errors import HfGrowError
+from hf_grow.progress import libraries_quiet_unless_watched
 
 Row = dict[str, Any]
 Columns = dict[str, list[Any]]  # rows as datasets hands them to a function
@@ -116,15 +117,16 @@ def _some_at_once(items: Iterable[Any]) -> Iterator[list[Any]]:
 
 def _map(dataset: Any, function: Callable, features: dict[str, Any], description: str, **options: Any) -> Any:
     """What the function makes of the rows, in place of their columns, with a progress bar."""
-    return dataset.map(
-        function,
-        batched=True,
-        batch_size=MAPPED_AT_ONCE,
-        remove_columns=dataset.column_names,
-        features=datasets.Features(features),
-        desc=description,
-        **options,
-    )
+    with libraries_quiet_unless_watched():
+        return dataset.map(
+            function,
+            batched=True,
+            batch_size=MAPPED_AT_ONCE,
+            remove_columns=dataset.column_names,
+            features=datasets.Features(features),
+            desc=description,
+            **options,
+        )
 
 
 # Language models: documents one after the other, cut into full blocks.

@@ -1,38 +1,30 @@
 """How far to step along each kind of growth, tried in all layers at once when statistics are collected."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hf_grow.growth.config import GrowthConfig
 from hf_grow.growth.kinds import KINDS, Kind, pieces_of
 from hf_grow.growth.layer_growth import LayerGrowth
-from hf_grow.growth.line_search import Trial, usual_step
+from hf_grow.growth.line_search import Trial
 from hf_grow.measuring.config import CollectConfig
 from hf_grow.measuring.statistics import AttentionStatistics, Calibration, Statistics
 from hf_grow.modeling.growable_attention import AttentionSite
-from hf_grow.running.batches import Batch
-from hf_grow.running.passes import Passes
+from hf_grow.running.passes import Passes, Usable
 
 
 def calibrate(
-    statistics: Statistics, passes: Passes, sites: Sequence[AttentionSite], batches: Sequence[Batch]
-) -> dict[str, Calibration]:
+    statistics: Statistics, passes: Passes, sites: Sequence[AttentionSite], judges: Usable
+) -> Iterator[tuple[str, Calibration]]:
     """For each kind the step for all layers at once that lowers the loss most on these batches; 0 where none does."""
-    calibrations: dict[str, Calibration] = {}
     for name in statistics.config.measured_kinds:
         growths = [_sample(layer, KINDS[name], statistics.config) for layer in statistics.layers]
-        trial = Trial(passes, sites, growths, batches, what=f"step for {name.replace('_', ' ')}")
-        calibrations[name] = _calibrate_kind(statistics, trial, KINDS[name])
-    return calibrations
-
-
-def _calibrate_kind(statistics: Statistics, trial: Trial, kind: Kind) -> Calibration:
-    """The kind's own step."""
-    slope, start = sum(map(_slope, statistics.layers, trial.growths)), usual_step(trial.growths, kind.name)
-    if slope <= 0:
-        # Even the smallest step would raise the loss.
-        return Calibration(0.0, 0.0, 0.0)
-    line = trial.search(kind.name, {}, start, statistics.loss, slope)
-    return Calibration(line.step, statistics.loss - line.loss, line.step * slope)
+        slope = sum(map(_slope, statistics.layers, growths))
+        # Otherwise even the smallest step would raise the loss.
+        if slope > 0:
+            trial = Trial(passes, sites, growths, judges.batches, what=f"step for {name.replace('_', ' ')}")
+            yield name, trial.calibrate(name, {}, judges.losses, slope)
+        else:
+            yield name, Calibration(0.0, 0.0, 0.0)
 
 
 def _slope(layer: AttentionStatistics, growth: LayerGrowth) -> float:

@@ -6,6 +6,7 @@ Collecting leaves the model as it was found: parameters, gradients, buffers, hoo
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from math import nan
 from typing import NamedTuple
 
 import torch
@@ -15,13 +16,14 @@ from transformers import PreTrainedModel
 from hf_grow.fields import require
 from hf_grow.files import digest
 from hf_grow.growth.calibrate import calibrate
+from hf_grow.growth.line_search import USUAL_TRIES
 from hf_grow.measuring.config import CollectConfig
 from hf_grow.measuring.exact import ExactCollector
 from hf_grow.measuring.sketch import SketchCollector
 from hf_grow.measuring.statistics import Statistics
 from hf_grow.modeling.growable_attention import AttentionSite
 from hf_grow.running.batches import Batch, read_batches, split_sequences
-from hf_grow.running.passes import Passes, Processes
+from hf_grow.running.passes import FORWARD, GRADIENTS, Passes, Processes
 from hf_grow.surgery.base import without_adapters
 from hf_grow.surgery.patch import growable_sites
 from hf_grow.surgery.quantized import values
@@ -66,28 +68,50 @@ def split_batches(
     return SplitBatches(choosing, judging) if choosing else SplitBatches(kept_batches, [])
 
 
+class Interrupted(KeyboardInterrupt):
+    """Measuring was interrupted; `statistics` have what was known by then. Kinds without a step lack a calibration."""
+
+    def __init__(self, statistics: Statistics) -> None:
+        super().__init__()
+        self.statistics = statistics
+
+
 @torch.inference_mode(False)
 def collect_from(passes: Passes, batches: SplitBatches, config: CollectConfig) -> Statistics:
     """The statistics of a model on batches that are split already: measured in every layer, then the steps found."""
     sites = growable_sites(passes.model)
     began = time.perf_counter()
-    layers = collector(passes, sites, batches, config).layers()
-    judges, loss = passes.usable(batches.to_search(passes), what="loss")
-    solved = time.perf_counter() - began - passes.seconds
-    statistics = Statistics(
-        layers=layers,
-        config=config,
-        model_type=passes.model.config.model_type,
-        parameters=passes.model.num_parameters(),
-        fingerprint=fingerprint(sites),
-        sequences=passes.count([*batches.choosing, *batches.judging]),
-        loss=loss,
-        seconds={"passes": passes.seconds, "solving": solved},
-    )
-    measured = time.perf_counter()
-    calibrations = calibrate(statistics, passes, sites, judges)
-    seconds = {**statistics.seconds, "calibrating": time.perf_counter() - measured}
-    return replace(statistics, calibrations=calibrations, seconds=seconds)
+    with passes.progress.work(_work(passes, batches, config)):
+        collection = collector(passes, sites, batches, config)
+        statistics = Statistics(
+            layers=collection.layers(),
+            config=config,
+            model_type=passes.model.config.model_type,
+            parameters=passes.model.num_parameters(),
+            fingerprint=fingerprint(sites),
+            sequences=passes.count([*batches.choosing, *batches.judging]),
+            loss=nan,
+            seconds={"passes": passes.seconds, "solving": time.perf_counter() - began - passes.seconds},
+        )
+        if collection.interrupted:
+            raise Interrupted(statistics)
+        measured = time.perf_counter()
+        try:
+            judges = passes.usable(batches.to_search(passes), what="loss")
+            statistics = replace(statistics, loss=judges.loss)
+            for name, calibration in calibrate(statistics, passes, sites, judges):
+                passes.progress.tell(f"{name.replace('_', ' ')}: {calibration}")
+                statistics = replace(statistics, calibrations={**statistics.calibrations, name: calibration})
+        except KeyboardInterrupt:
+            raise Interrupted(statistics) from None
+    return replace(statistics, seconds={**statistics.seconds, "calibrating": time.perf_counter() - measured})
+
+
+def _work(passes: Passes, batches: SplitBatches, config: CollectConfig) -> float:
+    """About how much work a collection is, in training steps of a batch."""
+    gradients = 1 if config.collection == "exact" else config.passes
+    searched = len(batches.to_search(passes)) * (1 + USUAL_TRIES * len(config.measured_kinds))
+    return GRADIENTS * (gradients * len(batches.choosing) + len(batches.judging)) + FORWARD * searched
 
 
 def collector(

@@ -10,10 +10,10 @@ from hf_grow.growth.collect import SplitBatches, collector, split_batches
 from hf_grow.growth.insert import check_plan
 from hf_grow.growth.kinds.head import SCORES
 from hf_grow.growth.kinds.value import UNIFORM
-from hf_grow.growth.line_search import Trial, usual_step
+from hf_grow.growth.line_search import Trial
 from hf_grow.growth.plan import GrowthPlan, plan_growth
 from hf_grow.measuring.collector import uniform_heads
-from hf_grow.measuring.statistics import Calibration, Statistics
+from hf_grow.measuring.statistics import Statistics
 from hf_grow.running.batches import Batch
 from hf_grow.running.passes import Passes, Processes
 from hf_grow.surgery.base import without_adapters
@@ -63,9 +63,8 @@ def with_head_scores(passes: Passes, batches: SplitBatches, statistics: Statisti
     statistics = replace(statistics, layers=layers)
     # The step is searched for beside all else that is planned.
     growths = [layer.growth for layer in plan_growth(statistics, plan.config).layers]
-    judges, _ = passes.usable(batches.to_search(passes))
+    judges = passes.usable(batches.to_search(passes)).batches
     trial = Trial(passes, growable_sites(passes.model), growths, judges, what="step for the scores of new heads")
     planned = {name: step for name, step in plan.step_sizes.items() if name != SCORES}
-    line = trial.search(SCORES, planned, usual_step(growths, SCORES))
-    calibration = Calibration(line.step, line.curve[0.0] - line.loss, 0.0)
+    calibration = trial.calibrate(SCORES, planned)
     return replace(statistics, calibrations={**statistics.calibrations, SCORES: calibration})

@@ -146,7 +146,7 @@ class _Insertion:
         """The steps of every layer: given, searched for, or none."""
         config = self.plan.config
         if self.batches is not None:
-            self.batches, self.loss_before = self.passes.usable(self.batches, what="loss before")
+            self.batches, _, self.loss_before = self.passes.usable(self.batches, what="loss before")
             # A model that shrinks changes even without a step.
             shrinks = any(growth.shrinks for growth in self.growths)
             self.line.curve[0.0] = self._trial().loss(self._steps(self.multiples)) if shrinks else self.loss_before
@@ -165,7 +165,7 @@ class _Insertion:
         before = self.line.curve[0.0]
         count = len(self.growths)
         searched = self._trial(full_rank)
-        slope = None if full_rank or any(growth.shrinks for growth in self.growths) else self._slope()
+        slope = None if full_rank or self.plan.config.strategy != "append" else self._slope()
         self.line = search(lambda multiple: searched.loss(self._steps([multiple] * count)), 1.0, before, slope)
         self.multiples = [self.line.step] * count
         best = self._shorten(trial, before) if full_rank and self.line.step > 0 else self.line.loss

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from hf_grow.growth.kinds import StepSizes
 from hf_grow.growth.layer_growth import LayerGrowth
+from hf_grow.measuring.statistics import Calibration
 from hf_grow.modeling.growable_attention import AttentionSite
 from hf_grow.running.batches import Batch
 from hf_grow.running.observe import Attachment
@@ -18,10 +19,12 @@ from hf_grow.surgery.blocks import effective, query_factors, read_blocks
 FACTOR = 3.0
 TRIES = 12
 REFINEMENTS = 2
+# For the time left: a search tries about so many steps.
+USUAL_TRIES = 4
 # The search begins no further out than where a loss that fell on as it does at first would lose this share.
 FAR = 0.3
 # A parabola that promises less than this share of what was reached is not followed.
-WORTHWHILE = 0.03
+WORTHWHILE = 0.01
 
 
 @dataclass
@@ -59,7 +62,9 @@ def search(
         curve[step] = loss_at(step)
         best = tried.step
         if 0 < best < max(curve):
-            step, refined = _between(curve, best, slope) if refined < REFINEMENTS else None, refined + 1
+            # The first parabola is a rough one, unless the slope is known, and its word is not taken for it.
+            promise = 0.0 if refined == 0 and slope is None else WORTHWHILE * (curve[0.0] - tried.loss)
+            step, refined = _between(curve, best, slope, promise) if refined < REFINEMENTS else None, refined + 1
         elif best > 0:
             far = best if slope is None else _with_slope(curve, best, slope).lowest
             step = min(max(far, best * FACTOR), best * FACTOR**2)
@@ -77,26 +82,25 @@ class _Parabola(NamedTuple):
     promise: float
 
 
-def _between(curve: Mapping[float, float], best: float, slope: float | None) -> float | None:
-    """Where a parabola through the best step is lowest, between its neighbours; None where that promises little."""
+def _between(curve: Mapping[float, float], best: float, slope: float | None, promise: float) -> float | None:
+    """Where a parabola through the best step is lowest, between its neighbours; None where it promises no more."""
     steps = sorted(curve)
     place = steps.index(best)
     left, right = steps[place - 1], steps[place + 1]
-    if left == 0 and slope is not None:
-        parabola = _with_slope(curve, best, slope)
-    elif isfinite(curve[right]):
-        parabola = _through(curve, left, best, right)
-    else:
+    if not isfinite(curve[right]):
         return (best + right) / 2
-    worthwhile = parabola.promise > WORTHWHILE * (curve[0.0] - curve[best])
-    return parabola.lowest if worthwhile and left < parabola.lowest < right else None
+    parabolas = [_through(curve, left, best, right)]
+    if left == 0 and slope is not None:
+        parabolas.append(_with_slope(curve, best, slope))
+    promising = [parabola for parabola in parabolas if left < parabola.lowest < right and parabola.promise > promise]
+    return max(promising, key=lambda parabola: parabola.promise).lowest if promising else None
 
 
 def _with_slope(curve: Mapping[float, float], step: float, slope: float) -> _Parabola:
     """With the slope at zero, through a step that was tried."""
     bend = (curve[step] - curve[0.0] + slope * step) / step**2
     if bend <= 0 or not isfinite(bend):
-        return _Parabola(step / FACTOR if bend > 0 else inf, 0.0)
+        return _Parabola(step, 0.0)
     return _Parabola(slope / (2 * bend), bend * (step - slope / (2 * bend)) ** 2)
 
 
@@ -130,18 +134,35 @@ class Trial:
 
     def loss(self, step_sizes: Sequence[StepSizes]) -> float:
         """The loss with these steps, one entry for each layer's growth."""
+        return self.passes.mean(self.batches, self.losses(step_sizes))
+
+    def losses(self, step_sizes: Sequence[StepSizes]) -> list[float]:
+        """That of every batch."""
         attachments = [
             Attachment(site, growth.extra(sizes, blocks, self.full_rank))
             for site, growth, blocks, sizes in zip(self.sites, self.growths, self.blocks, step_sizes, strict=True)
             if any(sizes.values()) or growth.shrinks
         ]
-        return self.passes.loss(self.batches, attachments, self.what)
+        return self.passes.losses(self.batches, attachments, self.what)
 
-    def search(
-        self, name: str, fixed: StepSizes, start: float, loss_at_zero: float | None = None, slope: float | None = None
-    ) -> LineSearch:
-        """The best step along something for all layers, others being fixed."""
-        return search(lambda step: self.loss([{**fixed, name: step}] * len(self.growths)), start, loss_at_zero, slope)
+    def calibrate(
+        self, name: str, fixed: StepSizes, before: Sequence[float] | None = None, slope: float | None = None
+    ) -> Calibration:
+        """The best step along something for all layers, others being fixed.
+
+        `before` are the losses of the batches without it, `slope` the first-order decrease for a step of one.
+        """
+        zero = self.losses([fixed] * len(self.growths)) if before is None else before
+        tried: dict[float, Sequence[float]] = {0.0: zero}
+
+        def loss_at(step: float) -> float:
+            tried[step] = self.losses([{**fixed, name: step}] * len(self.growths))
+            return self.passes.mean(self.batches, tried[step])
+
+        line = search(loss_at, usual_step(self.growths, name), self.passes.mean(self.batches, zero), slope)
+        decreases = [old - new for old, new in zip(zero, tried[line.step], strict=True)]
+        error = self.passes.standard_error(self.batches, decreases) if line.step else None
+        return Calibration(line.step, line.curve[0.0] - line.loss, line.step * (slope or 0.0), error)
 
 
 def scaled(step_sizes: StepSizes, multiple: float) -> dict[str, float]:

@@ -5,6 +5,8 @@ columns are asked for ΩᵀR and NΩ, and some output rows for RΨ. The next val
 among all so far leaves of RΨ, as if N were what the answers say of it, and a multiple of the identity elsewhere.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -16,54 +18,68 @@ from hf_grow.measuring.statistics import Candidates
 WIDER = 2
 
 
+@dataclass(frozen=True)
+class CircuitProbes:
+    """Value columns (groups, inputs, k), and output rows (groups, outputs of all heads, m) or none; orthonormal."""
+
+    columns: Tensor
+    rows: Tensor | None
+
+    @classmethod
+    def draw(
+        cls, heads: int, groups: int, inputs: int, outputs: int, width: int, like: Tensor, generator: torch.Generator
+    ) -> "CircuitProbes":
+        """The first ones: random."""
+        width = min(width, inputs, outputs)
+        columns = torch.randn(groups, inputs, min(WIDER * width, inputs), generator=generator).to(like)
+        rows = torch.randn(groups, heads // groups * outputs, width, generator=generator).to(like)
+        return cls(torch.linalg.qr(columns).Q, torch.linalg.qr(rows).Q)
+
+    def output(self, heads: int) -> Tensor | None:
+        """The output rows by head, (heads, m, outputs)."""
+        return None if self.rows is None else self.rows.reshape(heads, -1, self.rows.shape[-1]).mT
+
+
 class CircuitSearch:
     """The search for some patterns of a layer, the heads of a group sharing the value columns.
 
-    spanned   all value columns asked for, orthonormal (groups, inputs, m); their products (heads, m, outputs)
+    spanned   all value columns asked for, orthonormal (groups, inputs, m); their products ΩᵀR (heads, m, outputs)
     known     what N, the mean over a group, makes of them; gram is their product with that
-    driven    RΨ (groups, inputs, m) for all output rows Ψ asked for, asked_rows (groups, outputs of all heads, m)
+    driven    RΨ (groups, inputs, m) for all output rows Ψ asked for; asked_rows are these
+    first     how many of the value columns were random
     """
 
-    def __init__(self, heads: int, groups: int, inputs: int, outputs: int, width: int, like: Tensor) -> None:
-        self.heads, self.groups, self.inputs, self.outputs, self.like = heads, groups, inputs, outputs, like
-        self.width = min(width, inputs, outputs)
-        self.spanned = like.new_zeros(groups, inputs, 0)
-        self.products = like.new_zeros(heads, 0, outputs)
-        self.known = like.new_zeros(groups, inputs, 0)
-        self.gram = like.new_zeros(groups, 0, 0)
-        self.driven = like.new_zeros(groups, inputs, 0)
-        self.asked_rows = like.new_zeros(groups, heads // groups * outputs, 0)
-        self.ridge = 0.0
+    def __init__(self, first: CircuitProbes, answers: Answers, patterns: slice, ridge: float) -> None:
+        assert answers.value is not None and first.rows is not None
+        self.patterns, self.ridge = patterns, ridge
+        self.heads, self.groups = answers.value[patterns].shape[0], first.columns.shape[0]
+        self.first, self.width = first.columns.shape[-1], first.rows.shape[-1]
+        inputs, outputs = first.columns.shape[1], answers.value.shape[-1]
+        nothing = first.columns[..., :0]
+        self.spanned = self.known = self.driven = nothing
+        self.products = nothing.new_zeros(self.heads, 0, outputs)
+        self.gram = nothing.new_zeros(self.groups, 0, 0)
+        self.asked_rows, self.inputs = first.rows[..., :0], inputs
+        self.take(first, answers)
 
-    def start(self, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
-        """The first value columns (groups, inputs, k) and output rows (heads, k, outputs): random."""
-        width = min(WIDER * self.width, self.inputs)
-        columns = torch.randn(self.groups, self.inputs, width, generator=generator).to(self.like)
-        rows = torch.randn(self.groups, self.asked_rows.shape[1], self.width, generator=generator).to(self.like)
-        self.columns, self.rows = torch.linalg.qr(columns).Q, torch.linalg.qr(rows).Q
-        return self.columns, self._per_head(self.rows)
-
-    def next(self, last: bool) -> tuple[Tensor, Tensor | None]:
+    def ask(self, last: bool) -> CircuitProbes:
         """The value columns and, unless it is the last time, the output rows to ask for now."""
-        self.columns = self._corrections()
-        self.rows = None if last else self._best_rows()
-        return self.columns, None if self.rows is None else self._per_head(self.rows)
+        return CircuitProbes(self._corrections(), None if last else self._best_rows())
 
-    def take(self, answers: Answers, patterns: slice) -> None:
-        """The answers for these patterns of the layer."""
+    def take(self, probes: CircuitProbes, answers: Answers) -> None:
+        """The answers to these."""
         assert answers.value is not None and answers.read is not None
         group = self.heads // self.groups
-        gram = answers.read[patterns].unflatten(0, (self.groups, group)).mean(1)
-        across = self.known.mT @ self.columns
+        gram = answers.read[self.patterns].unflatten(0, (self.groups, group)).mean(1)
+        across = self.known.mT @ probes.columns
         self.gram = torch.cat((torch.cat((self.gram, across), dim=2), torch.cat((across.mT, gram), dim=2)), dim=1)
-        self.spanned = torch.cat((self.spanned, self.columns), dim=2)
-        self.products = torch.cat((self.products, answers.value[patterns]), dim=1)
+        self.spanned = torch.cat((self.spanned, probes.columns), dim=2)
+        self.products = torch.cat((self.products, answers.value[self.patterns]), dim=1)
         if answers.metric is not None:
-            self.known = torch.cat((self.known, answers.metric[patterns] / group), dim=2)
-        if answers.output is not None:
-            assert self.rows is not None
-            self.driven = torch.cat((self.driven, answers.output[patterns]), dim=2)
-            self.asked_rows = torch.cat((self.asked_rows, self.rows), dim=2)
+            self.known = torch.cat((self.known, answers.metric[self.patterns] / group), dim=2)
+        if answers.output is not None and probes.rows is not None:
+            self.driven = torch.cat((self.driven, answers.output[self.patterns]), dim=2)
+            self.asked_rows = torch.cat((self.asked_rows, probes.rows), dim=2)
 
     def solve(self, factor: Tensor, rank: int) -> Candidates:
         """The best among all value columns asked for; `factor` whitens their gram."""
@@ -84,12 +100,11 @@ class CircuitSearch:
         size = (self._rest(gram, known) + self.ridge)[:, None, None].clamp(min=torch.finfo(gram.dtype).tiny)
         inner = linalg.noisy_inverse(size * gram + known.mT @ known) @ (known.mT @ left)
         corrections = linalg.orthonormal_beside((left - known @ inner) / size, spanned)
-        return corrections[..., : WIDER * self.width].to(self.like)
+        return corrections[..., : WIDER * self.width].to(self.spanned)
 
     def _rest(self, gram: Tensor, known: Tensor) -> Tensor:
         """The mean eigenvalue of N beside what is known of it; its trace is estimated from the first, random probes."""
-        first = min(WIDER * self.width, self.inputs)
-        trace = gram[:, :first, :first].diagonal(dim1=1, dim2=2).mean(1) * self.inputs
+        trace = gram.diagonal(dim1=1, dim2=2)[:, : self.first].mean(1) * self.inputs
         inside = torch.einsum("gim,gmn,gin->g", known, linalg.noisy_inverse(gram), known)
         return (trace - inside).clamp(min=0) / self.inputs
 
@@ -101,7 +116,3 @@ class CircuitSearch:
 
     def _ridged(self, gram: Tensor) -> Tensor:
         return gram + self.ridge * torch.eye(gram.shape[-1]).to(gram)
-
-    def _per_head(self, rows: Tensor) -> Tensor:
-        """(groups, outputs of all heads, k) → (heads, k, outputs)."""
-        return rows.reshape(self.heads, self.outputs, -1).mT

@@ -73,6 +73,8 @@ class Collector:
         # Whether any process has sequences that judge: all take part in their passes then.
         self.judged = passes.count(judging) > 0
         self.generator = torch.Generator().manual_seed(config.seed)
+        # Whether what was found is only what was known when somebody interrupted.
+        self.interrupted = False
 
     @staticmethod
     def _present(site: AttentionSite) -> PresentColumns:

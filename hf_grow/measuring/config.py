@@ -24,7 +24,6 @@ class CollectConfig:
     columns        how many query/key columns per head to look for
     value_columns  how many value columns per head to look for
     oversampling   how many columns more the sketch carries along
-    passes         how often the sketch goes over the data; more find the strongest directions more exactly
     target         "bottleneck": what the present columns cannot express; "gradient": everything; None: the bottleneck,
                    but the gradient for rotated columns, whose span depends on the position
     metric         where a truncation to few columns is best: "whitened" (the optimum), or with exact collection
@@ -38,6 +37,7 @@ class CollectConfig:
     held_out       the share of sequences that judge what the others chose; 0 for none
     max_batches    stop reading after so many batches; None: read all
     seed           of the sketch and of preserving growth
+    passes         how often the sketch goes over the sequences that choose; the more, the more exact
     """
 
     collection: str = "sketch"
@@ -45,7 +45,6 @@ class CollectConfig:
     columns: int = 8
     value_columns: int = 8
     oversampling: int = 8
-    passes: int = 3
     target: str | None = None
     metric: str = "whitened"
     estimator: str = "pooled"
@@ -55,6 +54,7 @@ class CollectConfig:
     held_out: float = 0.25
     max_batches: int | None = None
     seed: int = 0
+    passes: int = 3
 
     def __post_init__(self) -> None:
         one_of("collection", self.collection, COLLECTIONS)

@@ -216,6 +216,8 @@ class ExactCollector(Collector):
         self, index: int, layer: AttentionStatistics, gradient: Tensor | None, judged: Tensor | None
     ) -> Candidates:
         assert gradient is not None
+        gradient = gradient.to(layer.query_gram)
+        judged = None if judged is None else judged.to(gradient)
         sides, rank = self._sides(layer, index).free(), layer.place.query_key_dim
         whitened = linalg.whiten(gradient, sides.query, sides.key)
         return _judged_scores(linalg.directions(whitened, sides.query, sides.key, rank, groups=1), gradient, judged)

@@ -1,152 +1,210 @@
 """Collection by probing: a few passes over the data in which all kinds and both sides are asked about at once."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from hf_grow.measuring.circuit_search import CircuitSearch
+from hf_grow.measuring.circuit_search import CircuitProbes, CircuitSearch
 from hf_grow.measuring.collector import Collector
 from hf_grow.measuring.probes import Answers, Grams, NewHead, Question, ask
-from hf_grow.measuring.score_search import Present, ScoreSearch
+from hf_grow.measuring.score_search import RandomProbes, Reached, ScoreProbes, ScoreSearch
 from hf_grow.measuring.statistics import AttentionStatistics, Candidates
 from hf_grow.running.batches import Batch
+
+# After so many passes something is known of everything.
+LEAST_PASSES = 2
+# Of what is asked for all patterns of a layer: that of the present heads, and of the uniform one.
+UNIFORM_SIZES = (1, 1)
+PATTERNS = (slice(None, -1), slice(-1, None))
 
 
 class SketchCollector(Collector):
     """Solves from the answers to probes, pass by pass."""
 
     def layers(self) -> list[AttentionStatistics]:
-        searches = [_LayerSearch(self, index) for index in range(len(self.sites))]
-        for number in range(self.config.passes):
-            last = number == self.config.passes - 1
-            questions = [search.question(number, last) for search in searches]
-            what = f"pass {number + 1} of {self.config.passes}"
-            answers = self._ask(self.choosing, questions, what)
+        starts = [_LayerStart.draw(self, index) for index in range(len(self.sites))]
+        answers = self._ask(self.choosing, [start.question() for start in starts], self._name(0))
+        searches = []
+        for index, start in enumerate(starts):
+            self.passes.progress.say(f"layer {index + 1} of {len(starts)}")
             # What one layer answered is let go before the next is looked at.
-            for search in searches:
-                search.take(number, answers.pop(0))
-        layers = []
+            searches.append(_LayerSearch(self, index, start, answers.pop(0)))
+        known = 1
+        try:
+            for known in range(1, self.config.passes):
+                self._pass(searches, known)
+        except KeyboardInterrupt:
+            if known < LEAST_PASSES:
+                raise
+            self.interrupted = True
+        layers: list[AttentionStatistics] = []
         while searches:
+            self.passes.progress.say(f"solving layer {len(layers) + 1} of {len(self.sites)}")
             layers.append(searches.pop(0).solve())
-        if not self.judged:
+        return self._judged(layers) if self.judged and not self.interrupted else layers
+
+    def _pass(self, searches: "Sequence[_LayerSearch]", number: int) -> None:
+        """Ask in all layers, and have them take their answers."""
+        last = number == self.config.passes - 1
+        # Random whitened probes need the grams, which the first pass takes along.
+        probes = [search.ask(last, measuring=number == 1) for search in searches]
+        answers = self._ask(self.choosing, [part.question(last) for part in probes], self._name(number))
+        for index, (search, part) in enumerate(zip(searches, probes, strict=True)):
+            self.passes.progress.say(f"layer {index + 1} of {len(searches)}")
+            search.take(part, answers.pop(0))
+
+    def _judged(self, layers: list[AttentionStatistics]) -> list[AttentionStatistics]:
+        try:
+            answers = self._ask(self.judging, [_judging(layer) for layer in layers], "judging")
+        except KeyboardInterrupt:
+            self.interrupted = True
             return layers
-        answers = self._ask(self.judging, [_judging(layer) for layer in layers], "judging")
         return [_judged(layer, answer) for layer, answer in zip(layers, answers, strict=True)]
 
     def head_scores(self, layers: Sequence[AttentionStatistics], heads: Sequence[NewHead]) -> list[Candidates]:
         """The query/key side of new heads that attend uniformly so far, one for each of the collector's layers."""
+        what = "scores of new heads, "
+        first = [
+            RandomProbes.draw(
+                place.group, 1, place.inputs, place.query_key_dim + self.config.oversampling, own.key, self.generator
+            )
+            for place, own in zip(self.places, self.present, strict=True)
+        ]
+        questions = [
+            Question(key=part.key, query=part.query, head=head) for part, head in zip(first, heads, strict=True)
+        ]
+        answers = self._ask(self.choosing, questions, what + self._name(0))
         searches = []
-        for place, present in zip(self.places, self.present, strict=True):
-            width = place.query_key_dim + self.config.oversampling
-            searches.append(ScoreSearch(place.group, 1, place.inputs, width, present.key))
-        for number in range(self.config.passes):
-            probes = [
-                search.next(self.generator, False) if number else search.start(self.generator) for search in searches
-            ]
+        for index, (part, answer, layer) in enumerate(zip(first, answers, layers, strict=True)):
+            sides = self.sides(Grams(layer.query_gram, layer.key_gram), index).free().to(part.key)
+            searches.append(ScoreSearch(part, answer, sides, sides))
+        for number in range(1, self.config.passes):
+            probes = [search.ask() for search in searches]
             questions = [
-                Question(key=part.key, query=part.query, head=head) for part, head in zip(probes, heads, strict=True)
+                Question(key=part.key_weights, query=part.query_weights, head=head)
+                for part, head in zip(probes, heads, strict=True)
             ]
-            what = f"scores of new heads, pass {number + 1} of {self.config.passes}"
-            answers = self._ask(self.choosing, questions, what)
-            for index, (search, answer, layer) in enumerate(zip(searches, answers, layers, strict=True)):
-                if number:
-                    search.take(answer)
-                else:
-                    free = self.sides(Grams(layer.query_gram, layer.key_gram), index).free().to(search.like)
-                    search.take_start(answer, free, free, None)
+            answers = self._ask(self.choosing, questions, what + self._name(number))
+            for search, asked, answer in zip(searches, probes, answers, strict=True):
+                search.take(asked, answer)
         found = [search.solve(place.query_key_dim) for search, place in zip(searches, self.places, strict=True)]
         if not self.judged:
             return found
         questions = [Question(key=part.second, head=head) for part, head in zip(found, heads, strict=True)]
-        answers = self._ask(self.judging, questions, "judging the scores of new heads")
+        answers = self._ask(self.judging, questions, what + "judging")
         return [_judged_scores(part, answer) for part, answer in zip(found, answers, strict=True)]
 
     def _ask(self, batches: Sequence[Batch], questions: Sequence[Question], what: str) -> list[Answers]:
         return ask(self.passes, self.sites, batches, questions, what)
 
+    def _name(self, number: int) -> str:
+        return f"pass {number + 1} of {self.config.passes}"
+
+
+@dataclass(frozen=True)
+class _LayerStart:
+    """The first, random probes of a layer; `present` where the present columns are asked about too."""
+
+    scores: RandomProbes | None
+    circuits: list[CircuitProbes]
+    present: bool
+    heads: tuple[int, int]
+
+    @classmethod
+    def draw(cls, collector: Collector, index: int) -> "_LayerStart":
+        """For what is wanted of a layer."""
+        place, like, generator = collector.places[index], collector.present[index].key, collector.generator
+        sizes = place.n_heads, place.n_kv_heads
+        scores, circuits = None, []
+        if collector.wants_score_columns:
+            scores = RandomProbes.draw(*sizes, place.inputs, collector.rank(index), like, generator)
+        if collector.wants_circuits:
+            ends, width = (place.inputs["value"], place.inputs["output"]), collector.circuit_width()
+            circuits = [
+                CircuitProbes.draw(heads, groups, *ends, width, like, generator)
+                for heads, groups in (sizes, UNIFORM_SIZES)
+            ]
+        present = scores is not None and collector.target(index) == "bottleneck"
+        return cls(scores, circuits, present, (place.n_heads, 1))
+
+    def question(self) -> Question:
+        """These probes, and what only the first pass is asked."""
+        question = _circuit_question(self.circuits, self.heads, metric=True)
+        if self.scores is not None:
+            question = replace(question, key=self.scores.key, query=self.scores.query)
+        return replace(question, grams=True, present=self.present)
+
+
+@dataclass(frozen=True)
+class _LayerProbes:
+    """The probes of a layer in a later pass."""
+
+    scores: ScoreProbes | None
+    circuits: list[CircuitProbes]
+    heads: tuple[int, int]
+
+    def question(self, last: bool) -> Question:
+        """These probes as the model takes them; after the last pass nobody looks at NΩ."""
+        question = _circuit_question(self.circuits, self.heads, metric=not last)
+        if self.scores is None:
+            return question
+        return replace(question, key=self.scores.key_weights, query=self.scores.query_weights)
+
+
+def _circuit_question(circuits: Sequence[CircuitProbes], heads: tuple[int, int], metric: bool) -> Question:
+    if not circuits:
+        return Question()
+    outputs = [part.output(count) for part, count in zip(circuits, heads, strict=True)]
+    rows = [output for output in outputs if output is not None]
+    values = torch.cat([part.columns for part in circuits])
+    return Question(value=values, metric=metric, output=torch.cat(rows) if rows else None)
+
 
 class _LayerSearch:
-    """What is searched for in one layer."""
+    """What is searched for in one layer, from the answers to random probes on."""
 
-    def __init__(self, collector: Collector, index: int) -> None:
-        self.collector, self.index = collector, index
-        place, like = collector.places[index], collector.present[index].key
+    def __init__(self, collector: Collector, index: int, start: _LayerStart, answers: Answers) -> None:
+        assert answers.grams is not None
+        self.collector, self.index, self.heads, self.grams = collector, index, start.heads, answers.grams
         self.scores: ScoreSearch | None = None
-        if collector.wants_score_columns:
-            self.scores = ScoreSearch(place.n_heads, place.n_kv_heads, place.inputs, collector.rank(index), like)
-        # For the patterns of the present heads, and for the uniform one.
-        self.circuits: list[CircuitSearch] = []
-        if collector.wants_circuits:
-            sizes = place.inputs["value"], place.inputs["output"], collector.circuit_width()
-            self.circuits = [
-                CircuitSearch(place.n_heads, place.n_kv_heads, *sizes, like),
-                CircuitSearch(1, 1, *sizes, like),
-            ]
-        self.bottleneck = collector.target(index) == "bottleneck"
+        if start.scores is not None:
+            present = collector.present[index]
+            sides = collector.sides(answers.grams, index).to(present.key)
+            reached = Reached.by(present, sides, answers) if start.present else None
+            self.scores = ScoreSearch(start.scores, answers, sides, collector.searched(sides, index), reached)
+        ridge = collector.pattern_ridge(answers.grams.key)
+        self.circuits = [
+            CircuitSearch(first, answers, patterns, ridge)
+            for first, patterns in zip(start.circuits, PATTERNS, strict=False)
+        ]
 
-    def question(self, number: int, last: bool) -> Question:
-        """What to ask in a pass."""
-        generator = self.collector.generator
-        question = Question(grams=number == 0, present=number == 0 and self.bottleneck and self.scores is not None)
-        if self.scores is not None:
-            # Random whitened probes need the grams.
-            probes = self.scores.next(generator, number == 1) if number else self.scores.start(generator)
-            question = replace(question, key=probes.key, query=probes.query)
-        if self.circuits:
-            parts = [part.next(last) if number else part.start(generator) for part in self.circuits]
-            values = torch.cat([value for value, _ in parts])
-            rows = [output for _, output in parts if output is not None]
-            output = torch.cat(rows) if rows else None
-            question = replace(question, value=values, metric=not last, output=output)
-        return question
+    def ask(self, last: bool, measuring: bool) -> _LayerProbes:
+        """The probes of the next pass."""
+        generator = self.collector.generator if measuring else None
+        scores = None if self.scores is None else self.scores.ask(generator)
+        return _LayerProbes(scores, [circuit.ask(last) for circuit in self.circuits], self.heads)
 
-    def take(self, number: int, answers: Answers) -> None:
-        """What was answered."""
-        if number == 0:
-            assert answers.grams is not None
-            self.grams = answers.grams
-            present = self.collector.present[self.index].key
-            self.sides = self.collector.sides(answers.grams, self.index).to(present)
-            for circuit in self.circuits:
-                circuit.ridge = self.collector.pattern_ridge(answers.grams.key)
-        if self.scores is not None and number == 0:
-            self._start(answers)
-        elif self.scores is not None:
-            self.scores.take(answers)
-        for circuit, patterns in zip(self.circuits, (slice(None, -1), slice(-1, None)), strict=False):
-            circuit.take(answers, patterns)
-
-    def _start(self, answers: Answers) -> None:
-        assert self.scores is not None
-        present, known = self.collector.present[self.index], None
-        if self.bottleneck:
-            known = Present(self.sides, present.query, present.key, answers)
-        searched = self.sides if self.bottleneck else self.sides.free()
-        self.scores.take_start(answers, self.sides, searched, known)
+    def take(self, probes: _LayerProbes, answers: Answers) -> None:
+        """What was answered to these."""
+        if self.scores is not None and probes.scores is not None:
+            self.scores.take(probes.scores, answers)
+        for circuit, asked in zip(self.circuits, probes.circuits, strict=True):
+            circuit.take(asked, answers)
 
     def solve(self) -> AttentionStatistics:
         """What was found."""
-        collector, index = self.collector, self.index
-        present, nothing = collector.present[index], torch.zeros(0)
-        layer = AttentionStatistics(
-            collector.places[index],
-            self.grams.query,
-            self.grams.key,
-            present.query,
-            present.key,
-            nothing,
-            nothing,
+        place, present, nothing = (
+            self.collector.places[self.index],
+            self.collector.present[self.index],
+            torch.zeros(0),
         )
-        if self.scores is not None:
-            energies = self.scores.energies
-            assert energies is not None
-            layer = replace(
-                layer,
-                wanted=energies.wanted,
-                bottleneck=energies.bottleneck,
-                columns=self.scores.solve(collector.rank(index)),
-            )
+        layer = AttentionStatistics(
+            place, self.grams.query, self.grams.key, present.query, present.key, nothing, nothing
+        )
+        if self.scores is not None and self.scores.energies is not None:
+            columns = self.scores.solve(self.collector.rank(self.index))
+            layer = replace(layer, columns=columns, **vars(self.scores.energies))
         if self.circuits:
             values, uniform = (self._circuit(circuit) for circuit in self.circuits)
             layer = replace(layer, values=values, uniform=uniform)

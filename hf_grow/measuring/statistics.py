@@ -134,11 +134,19 @@ class Calibration:
 
     decrease       how much it lowered the loss
     first_order    how much the gains alone would have it lower the loss; far steps keep only a share of that
+    error          the standard error of the decrease, as batches differ; None where they were too few to tell
     """
 
     step: float
     decrease: float
     first_order: float
+    error: float | None = None
+
+    def __str__(self) -> str:
+        if self.step == 0:
+            return "no step lowers the loss"
+        error = "" if self.error is None else f" ± {self.error:.4f}"
+        return f"a step of {self.step:.3g} lowers the loss by {self.decrease:.4f}{error} nats"
 
     @property
     def realised_share(self) -> float:
@@ -216,7 +224,17 @@ class Statistics:
             "bottleneck": layer.bottleneck.tolist(),
             **gains,
             "offers": {kind.name: self._offer(layer, kind) for kind in self.kinds},
+            "first_order": {kind.name: self._first_order(layer, kind) for kind in self._measured(layer)},
         }
+
+    def _measured(self, layer: AttentionStatistics) -> list[MeasuredKind]:
+        kinds = (MEASURED_KINDS[name] for name in self.config.measured_kinds)
+        return [kind for kind in kinds if kind.candidates(layer) is not None]
+
+    def _first_order(self, layer: AttentionStatistics, kind: MeasuredKind) -> float:
+        """What as much of one kind as was looked for promises for a step of one, to compare layers with."""
+        which = "held_out" if layer.judged else "gains"
+        return kind.gain(layer, kind.sample(layer, self.config), which)
 
     def _gains(self, layer: AttentionStatistics, kind: MeasuredKind) -> dict[str, Any]:
         """What each column promises in each head, strongest first."""

@@ -6,6 +6,7 @@ import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
 
 from hf_grow.files import write_bytes
@@ -150,13 +151,19 @@ def statistics_facts(statistics: Summary) -> dict[str, str]:
         "model type": str(statistics["model_type"]),
         "parameters": f"{statistics['parameters']:,}",
         "sequences": f"{statistics['sequences']:,}",
-        "loss": f"{statistics['loss']:.4f} nats",
+        "loss": "–" if isnan(statistics["loss"]) else f"{statistics['loss']:.4f} nats",
         "collection": str(config["collection"]),
         "seconds": f"{sum(statistics['seconds'].values()):.1f}",
     }
     for kind, calibration in statistics["calibrations"].items():
-        facts[f"step for {kind.replace('_', ' ')}"] = f"{calibration['step']:.3g}, −{_nats(calibration['decrease'])}"
+        facts[f"step for {kind.replace('_', ' ')}"] = f"{calibration['step']:.3g}, −{_decrease(calibration)}"
     return facts
+
+
+def _decrease(calibration: Summary) -> str:
+    """The decrease that was found, and how far it may be off by chance."""
+    error = calibration.get("error")
+    return _nats(calibration["decrease"]) + ("" if error is None else f" ± {_nats(error)}")
 
 
 def plan_facts(plan: Summary) -> dict[str, str]:
@@ -209,6 +216,9 @@ def statistics_table(statistics: Summary) -> TextTable:
     headers = ["layer", "heads", "query/key", "value", "wanted", "reachable", "only growth"]
     for kind in kinds:
         headers.append(KINDS[kind].in_words(max(layer["offers"][kind]["amount"] for layer in layers)))
+    # Measured, but how far to step is not known: when somebody interrupted.
+    compared = [kind for kind in KINDS if kind not in kinds and any(kind in layer["first_order"] for layer in layers)]
+    headers += [f"share of {KINDS[kind].units}" for kind in compared]
     rows = []
     for layer in layers:
         share = layer["reachable_share"]
@@ -219,10 +229,17 @@ def statistics_table(statistics: Summary) -> TextTable:
                 f"{sum(layer['wanted']):.1e}" if layer["wanted"] else "–",
                 *(("–", "–") if share is None else (f"{share:.0%}", f"{1 - share:.0%}")),
                 *(_promise(layer["offers"][kind]) for kind in kinds),
+                *(_share(kind, layer, layers) for kind in compared),
                 (best_kind(layer) or "none").replace("_", " "),
             ]
         )
     return TextTable([*headers, "best per parameter"], rows)
+
+
+def _share(kind: str, layer: Summary, layers: Sequence[Summary]) -> str:
+    """Of all that one kind promises for small steps, the part of one layer."""
+    promises = [max(one["first_order"].get(kind, 0.0), 0.0) for one in layers]
+    return f"{max(layer['first_order'].get(kind, 0.0), 0.0) / sum(promises):.0%}" if sum(promises) > 0 else "–"
 
 
 def _promise(offer: Summary) -> str:
@@ -270,6 +287,9 @@ def reading(statistics: Summary) -> str:
     judged = config["held_out"] > 0 and all(
         offer["held_out"] is not None for layer in layers for offer in layer["offers"].values()
     )
+    if isnan(statistics["loss"]):
+        shares = "The shares say in which layers small steps promise most, on the sequences that chose them."
+        return " ".join(["Measuring was interrupted.", *_scores_reading(layers), shares])
     said = [f"On {statistics['sequences']:,} sequences the loss is {statistics['loss']:.3f} nats."]
     said += _scores_reading(layers)
     said += _steps_reading(statistics, judged)
@@ -314,20 +334,26 @@ def _steps_reading(statistics: Summary, judged: bool) -> list[str]:
         for kind in KINDS
         if kind in calibrations and layers
     }
-    good = [
-        f"{_nats(calibrations[kind]['decrease'])} with {names[kind]}"
-        for kind in names
-        if calibrations[kind]["step"] > 0
-    ]
+    good = [f"{_decrease(calibrations[kind])} with {names[kind]}" for kind in names if calibrations[kind]["step"] > 0]
     bad = [names[kind] for kind in names if calibrations[kind]["step"] <= 0]
     said = []
     if good:
         where = "held-out" if judged else "the same"
         falls = " and ".join(filter(None, (", ".join(good[:-1]), good[-1])))
         said.append(f"Tried in all layers at once on {where} sequences, it falls by {falls}.")
+        said += _sureness_reading([calibrations[kind] for kind in names if calibrations[kind]["step"] > 0])
     if bad:
         said.append(f"No step along {' or '.join(bad)} lowered it: do not grow there, or measure on more data.")
     return said
+
+
+def _sureness_reading(calibrations: Sequence[Summary]) -> list[str]:
+    """How far the decreases may be off by chance."""
+    if any(calibration.get("error") is None for calibration in calibrations):
+        return ["There were too few batches to say how sure that is."]
+    if any(calibration["decrease"] < 2 * calibration["error"] for calibration in calibrations):
+        return ["Not all of that is clearly more than chance: measure on more sequences."]
+    return []
 
 
 def _trust_reading(layers: Sequence[Summary]) -> list[str]:

@@ -2,23 +2,27 @@
 
 import logging
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import inf, isfinite
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_grow.errors import HfGrowError
+from hf_grow.progress import Progress
 from hf_grow.running.batches import Batch, batch_size
 from hf_grow.running.observe import Observer
 
 logger = logging.getLogger("hf_grow")
 
+# How much work a batch is, in training steps: with gradients, and without.
+GRADIENTS, FORWARD = 1.0, 1 / 3
+# Fewer batches say nothing of how they differ.
+LEAST_TO_TELL = 3
 # What a model raises on a batch that does not fit it.
 UNFIT = (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError)
 
@@ -54,6 +58,14 @@ class BatchGradients:
     by_observer: list[dict[str, Tensor]]
 
 
+class Usable(NamedTuple):
+    """Batches whose loss is finite, their losses on this process, and the mean loss over all processes."""
+
+    batches: list[Batch]
+    losses: list[float]
+    loss: float
+
+
 @dataclass(frozen=True)
 class _Watch:
     """Observers that are installed until the stack unwinds."""
@@ -68,7 +80,7 @@ class Passes:
     def __init__(self, model: PreTrainedModel, accelerator: Processes | None = None, progress: bool = False) -> None:
         self.model = model
         self.accelerator = accelerator
-        self.progress = progress
+        self.progress = Progress(progress)
         # Time spent in the model, so that the rest can be told apart.
         self.seconds = 0.0
         self._warned = False
@@ -82,7 +94,7 @@ class Passes:
         """
         skipped = 0
         with self._watched(observers, implementation) as watch:
-            for number, batch in enumerate(self._bar(batches, what)):
+            for number, batch in enumerate(self._told(batches, what, GRADIENTS)):
                 with self._timed():
                     found = self._leaf_gradients(batch, number, watch)
                 if found is None:
@@ -98,7 +110,7 @@ class Passes:
     ) -> Generator[Batch, None, None]:
         """Each batch, after a forward pass that keeps no graph."""
         with self._watched(observers, None) as watch, torch.no_grad():
-            for number, batch in enumerate(self._bar(batches, what)):
+            for number, batch in enumerate(self._told(batches, what, FORWARD)):
                 with self._timed():
                     self._forward(batch, number, watch)
                 _check_used(observers)
@@ -106,31 +118,49 @@ class Passes:
 
     def loss(self, batches: Sequence[Batch], observers: Sequence[Observer] = (), what: str = "") -> float:
         """The mean loss over all batches and processes by their weights; infinite where a batch's is not finite."""
-        losses = self._losses(batches, observers, what)
-        return self._mean(batches, losses)
+        return self.mean(batches, self.losses(batches, observers, what))
 
-    def usable(self, batches: Sequence[Batch], what: str = "") -> tuple[list[Batch], float]:
-        """The batches whose loss is finite, and their mean loss; an error where more than a tenth is not."""
-        losses = self._losses(batches, (), what)
-        kept = [(batch, loss) for batch, loss in zip(batches, losses, strict=True) if isfinite(loss)]
+    def usable(self, batches: Sequence[Batch], what: str = "") -> Usable:
+        """The batches whose loss is finite; an error where that of more than a tenth is not."""
+        pairs = zip(batches, self.losses(batches, (), what), strict=True)
+        kept = [(batch, loss) for batch, loss in pairs if isfinite(loss)]
         self._check_skipped(len(batches) - len(kept), len(batches))
-        return [batch for batch, _ in kept], self._mean([batch for batch, _ in kept], [loss for _, loss in kept])
+        batches, losses = [batch for batch, _ in kept], [loss for _, loss in kept]
+        return Usable(batches, losses, self.mean(batches, losses))
 
-    def _losses(self, batches: Sequence[Batch], observers: Sequence[Observer], what: str) -> list[float]:
+    def losses(self, batches: Sequence[Batch], observers: Sequence[Observer] = (), what: str = "") -> list[float]:
+        """The loss of each batch of this process."""
         losses = []
         with self._watched(observers, None) as watch, torch.no_grad():
-            for number, batch in enumerate(self._bar(batches, what)):
+            for number, batch in enumerate(self._told(batches, what, FORWARD)):
                 with self._timed():
                     losses.append(float(self._loss(batch, number, watch)))
         return losses
 
-    def _mean(self, batches: Sequence[Batch], losses: Sequence[float]) -> float:
+    def mean(self, batches: Sequence[Batch], losses: Sequence[float]) -> float:
+        """The mean over all batches and processes by their weights; infinite where it is not finite."""
         total = torch.zeros(2, dtype=torch.float64)
         for batch, loss in zip(batches, losses, strict=True):
             total += torch.tensor([loss, 1.0], dtype=torch.float64) * self.weight(batch)
         (total,) = self.reduce([total])
         value = float(total[0] / total[1])
         return value if isfinite(value) else inf
+
+    def standard_error(self, batches: Sequence[Batch], values: Sequence[float]) -> float | None:
+        """How far such a mean may be off by chance, as the batches differ; None where they are too few to tell."""
+        rows = [
+            [weight, weight**2, weight * value, weight**2 * value, weight**2 * value**2]
+            for weight, value in zip(map(self.weight, batches), values, strict=True)
+        ]
+        total = torch.tensor([[1.0, *row] for row in rows], dtype=torch.float64).reshape(-1, 6).sum(0)
+        (total,) = self.reduce([total])
+        count, weight, squares, first, weighted, second = total.tolist()
+        if count < LEAST_TO_TELL or weight == 0:
+            return None
+        mean = first / weight
+        spread = max(second - 2 * mean * weighted + mean**2 * squares, 0.0)
+        # As many degrees of freedom less as the mean takes.
+        return (spread * count / (count - 1)) ** 0.5 / weight
 
     def weight(self, batch: Batch) -> float:
         """What a batch's loss is a mean over: its labels where each token has one, else its sequences."""
@@ -176,8 +206,12 @@ class Passes:
                 observer.install(stack)
             yield _Watch(observers, stack)
 
-    def _bar(self, batches: Sequence[Batch], what: str) -> Iterable[Batch]:
-        return tqdm(batches, desc=what, leave=False, disable=not (self.progress and what), unit="batch")
+    def _told(self, batches: Sequence[Batch], what: str, units: float) -> Iterator[Batch]:
+        """The batches, each told as work done once the next is asked for."""
+        self.progress.say(what)
+        for batch in batches:
+            yield batch
+            self.progress.done(units)
 
     def _run(self, batch: Batch) -> Any:
         device = self.model.device

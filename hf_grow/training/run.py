@@ -17,6 +17,7 @@ from hf_grow.errors import HfGrowError
 from hf_grow.fields import to_dict
 from hf_grow.files import clear_errors
 from hf_grow.growth.report import GrowthReport
+from hf_grow.progress import bar
 from hf_grow.running.batches import Batch
 from hf_grow.running.passes import Passes
 from hf_grow.surgery.base import without_adapters
@@ -121,12 +122,12 @@ class Run:
         """All steps that are left, and what is due between them."""
         if self.grows_first:
             self.grow()
-        with self._bar() as bar:
+        with self._bar() as shown:
             while self.state.step < self.prepared.config.steps:
                 self.take_step()
                 self.state.step += 1
                 self.look_around()
-                self._show(bar)
+                self._show(shown)
 
     def take_step(self) -> None:
         """One step of the optimizer, on batches that weigh by what their losses are means over."""
@@ -244,12 +245,12 @@ class Run:
 
     def _bar(self) -> Any:
         steps, shown = self.prepared.config.steps, self.prepared.progress
-        return tqdm(total=steps, initial=self.state.step, disable=not shown, desc="training", unit="step")
+        return bar(shown, total=steps, initial=self.state.step, desc="training", unit="step")
 
-    def _show(self, bar: Any) -> None:
+    def _show(self, shown: Any) -> None:
         if self.prepared.progress:
-            bar.update()
-            bar.set_postfix(
+            shown.update()
+            shown.set_postfix(
                 newest_values(self.inner, self.state.history, events=len(self.state.reports)), refresh=False
             )
 

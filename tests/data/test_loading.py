@@ -4,6 +4,7 @@ import copy
 import json
 import random
 import re
+import sys
 
 import datasets
 import numpy as np
@@ -139,11 +140,16 @@ def test_other_names_are_loaded_from_the_hub(monkeypatch, gpt2, tokenizer, data,
     assert asked == {"path": name, "name": configuration, "split": "validation", "streaming": streaming}
 
 
-def test_progress_goes_to_standard_error(documents, gpt2, tokenizer, capfd):
+@pytest.mark.parametrize("watched", [True, False])
+def test_progress_goes_to_standard_error_where_somebody_watches(
+    watched, documents, gpt2, tokenizer, capfd, monkeypatch
+):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: watched)
     load_batches(documents, tokenizer, gpt2)
     output = capfd.readouterr()
     assert output.out == ""
-    assert "Tokenising" in output.err
+    assert ("Tokenising" in output.err) == watched
+    assert not datasets.are_progress_bars_disabled()
 
 
 # Packing.

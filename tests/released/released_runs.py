@@ -25,7 +25,7 @@ STEPS, SAVED_STEP = 6, 3
 AMOUNTS = {"columns": 2, "value_columns": {0: 1}, "heads": {1: 1}}
 # The gradient of a key's bias is rounding alone, which AdamW makes into whole steps, on each machine others. They
 # change no score, but the span of the key columns, which growth by the bottleneck looks at.
-COLLECT = CollectConfig(target="gradient", products=3, oversampling=2, held_out=0.25)
+COLLECT = CollectConfig(target="gradient", oversampling=2, held_out=0.25)
 SCHEDULE = GrowthSchedule(at=(2, 4), sequences=8)
 RECIPE = AdaptConfig(method="grow+lora", columns=1, value_columns=1, rank=1, collect=COLLECT)
 TRAIN = {

@@ -97,6 +97,8 @@ GONE = {
     "GrowthCallback.learning_rate_multiplier": lambda: hf_grow.GrowthCallback(
         hf_grow.GrowthConfig(columns=1), hf_grow.GrowthSchedule(at=(1,)), learning_rate_multiplier=1.0
     ),
+    "CollectConfig.products": lambda: hf_grow.CollectConfig(products=5),
+    "CollectConfig.phases": lambda: hf_grow.CollectConfig(phases="split"),
 }
 
 

@@ -116,7 +116,8 @@ def test_training_goes_on_as_in_a_loop_written_by_hand(tmp_path):
             hf_grow.grow(plain, drawn, COLUMNS, optimizer=optimizer)
     assert widths(plain) == widths(model) == [10, 10]
     for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
-        assert torch.allclose(one, other, rtol=0, atol=1e-5), name
+        # New columns come from products in single precision.
+        assert torch.allclose(one, other, rtol=0, atol=5e-5), name
 
 
 def test_growth_leaves_data_order_and_learning_rates_alone(tmp_path):

@@ -3,6 +3,7 @@
 import copy
 import gc
 import math
+import sys
 import weakref
 
 import pytest
@@ -319,7 +320,8 @@ def test_history_averages_the_losses_between_entries():
     assert [entry["loss"] for entry in three] == pytest.approx([sum(single[:3]) / 3, sum(single[3:6]) / 3, single[6]])
 
 
-def test_progress_is_shown(capsys):
+def test_progress_is_shown(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     rows = token_rows()
     make_trainer(causal_model("gpt2"), rows, rows[:4], at=(2,), steps=4, progress=True).train()
     shown = capsys.readouterr().err
