@@ -58,7 +58,7 @@ class Progress:
         if self._bar is not None:
             yield
             return
-        layout = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
+        layout = "{desc}{percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
         self._bar = bar(self.shown, total=units, bar_format=layout, leave=False)
         try:
             yield

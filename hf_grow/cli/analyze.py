@@ -1,7 +1,6 @@
 """`hf-grow analyze`: where growth would help, as a table, JSON, figures and a page to read."""
 
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 from typing import Annotated
 
@@ -48,7 +47,9 @@ def analyze(
     folder = None if out is None else check_analysis_folder(out, overwrite)
     if quick:
         collect = replace(collect, passes=min(collect.passes, QUICK_PASSES))
-        data_config = replace(data_config, max_sequences=min(data_config.max_sequences or inf, QUICK_SEQUENCES))
+        data_config = replace(
+            data_config, max_sequences=min(data_config.max_sequences or QUICK_SEQUENCES, QUICK_SEQUENCES)
+        )
     growable = load_model(model, revision, device)
     batches = load_batches(data, load_tokenizer(model, revision), growable, config=data_config)
     try:

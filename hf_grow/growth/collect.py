@@ -22,7 +22,7 @@ from hf_grow.measuring.exact import ExactCollector
 from hf_grow.measuring.sketch import SketchCollector
 from hf_grow.measuring.statistics import Statistics
 from hf_grow.modeling.growable_attention import AttentionSite
-from hf_grow.running.batches import Batch, read_batches, split_sequences
+from hf_grow.running.batches import Batch, batch_size, read_batches, split_sequences
 from hf_grow.running.passes import FORWARD, GRADIENTS, Passes, Processes
 from hf_grow.surgery.base import without_adapters
 from hf_grow.surgery.patch import growable_sites
@@ -108,10 +108,13 @@ def collect_from(passes: Passes, batches: SplitBatches, config: CollectConfig) -
 
 
 def _work(passes: Passes, batches: SplitBatches, config: CollectConfig) -> float:
-    """About how much work a collection is, in training steps of a batch."""
-    gradients = 1 if config.collection == "exact" else config.passes
-    searched = len(batches.to_search(passes)) * (1 + USUAL_TRIES * len(config.measured_kinds))
-    return GRADIENTS * (gradients * len(batches.choosing) + len(batches.judging)) + FORWARD * searched
+    """About how much work a collection is for this process."""
+    choosing, judging, searched = (
+        sum(map(batch_size, part)) for part in (batches.choosing, batches.judging, batches.to_search(passes))
+    )
+    often = 1 if config.collection == "exact" else config.passes
+    tries = 1 + USUAL_TRIES * len(config.measured_kinds)
+    return GRADIENTS * (often * choosing + judging) + FORWARD * tries * searched
 
 
 def collector(

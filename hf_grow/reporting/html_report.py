@@ -163,7 +163,7 @@ def statistics_facts(statistics: Summary) -> dict[str, str]:
 def _decrease(calibration: Summary) -> str:
     """The decrease that was found, and how far it may be off by chance."""
     error = calibration.get("error")
-    return _nats(calibration["decrease"]) + ("" if error is None else f" ± {_nats(error)}")
+    return _nats(calibration["decrease"]) if error is None else f"{calibration['decrease']:.3g} ± {_nats(error)}"
 
 
 def plan_facts(plan: Summary) -> dict[str, str]:
@@ -230,7 +230,7 @@ def statistics_table(statistics: Summary) -> TextTable:
                 *(("–", "–") if share is None else (f"{share:.0%}", f"{1 - share:.0%}")),
                 *(_promise(layer["offers"][kind]) for kind in kinds),
                 *(_share(kind, layer, layers) for kind in compared),
-                (best_kind(layer) or "none").replace("_", " "),
+                (best_kind(layer) or ("none" if kinds else "–")).replace("_", " "),
             ]
         )
     return TextTable([*headers, "best per parameter"], rows)

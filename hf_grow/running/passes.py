@@ -19,7 +19,7 @@ from hf_grow.running.observe import Observer
 
 logger = logging.getLogger("hf_grow")
 
-# How much work a batch is, in training steps: with gradients, and without.
+# How much work a sequence is, beside others: with gradients, and without.
 GRADIENTS, FORWARD = 1.0, 1 / 3
 # Fewer batches say nothing of how they differ.
 LEAST_TO_TELL = 3
@@ -211,7 +211,7 @@ class Passes:
         self.progress.say(what)
         for batch in batches:
             yield batch
-            self.progress.done(units)
+            self.progress.done(units * batch_size(batch))
 
     def _run(self, batch: Batch) -> Any:
         device = self.model.device
