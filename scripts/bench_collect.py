@@ -47,7 +47,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from hf_grow import CollectConfig, GrowthConfig, collect_statistics, make_growable, plan_growth
-from hf_grow.measuring.circuit_search import WIDER
+from hf_grow.measuring import circuit_search
 from hf_grow.measuring.exact import collect_sums
 from hf_grow.measuring.probes import Question, ask
 from hf_grow.measuring.score_search import ENERGY_PROBES
@@ -158,9 +158,16 @@ def exact(model: Any, batches: list[Batch]) -> Run:
 
 STEPS: dict[str, Callable[[Any, list[Batch]], Run]] = {
     "training": training,
-    "first pass": one_pass(SEARCHED, WIDER * SEARCHED, SEARCHED, grams=True, present=True, metric=True),
-    "second pass": one_pass(SEARCHED, SEARCHED, SEARCHED, metric=True, energies=True),
-    "last pass": one_pass(SEARCHED, WIDER * SEARCHED, 0),
+    "first pass": one_pass(
+        SEARCHED,
+        circuit_search.COLUMNS * SEARCHED,
+        circuit_search.FIRST_ROWS * SEARCHED,
+        grams=True,
+        present=True,
+        metric=True,
+    ),
+    "second pass": one_pass(SEARCHED, circuit_search.FIRST_ROWS * SEARCHED, SEARCHED, metric=True, energies=True),
+    "last pass": one_pass(SEARCHED, circuit_search.COLUMNS * SEARCHED, 0),
     "exact": exact,
 }
 

@@ -33,7 +33,6 @@ from hf_grow.running.batches import Batch
 KINDS = ("columns", "value_columns", "heads")
 # With the default number of passes.
 LIMITS = {"columns": 0.98, "value_columns": 0.95}
-PASSES = (2, 3, 4)
 
 
 def texts(files: list[Path]) -> dict[str, str]:
@@ -118,9 +117,10 @@ def measure(options: argparse.Namespace) -> list[dict]:
         for text_name, text in texts(options.text).items():
             model, batches = make(text, options.sequences)
             exact = held_out(collect_statistics(model, batches, CollectConfig(kinds=KINDS, collection="exact")))
-            for passes in PASSES:
-                found = held_out(collect_statistics(model, batches, CollectConfig(kinds=KINDS, passes=passes)))
-                shares = {kind: found[kind] / exact[kind] for kind in KINDS}
+            for passes in options.passes:
+                configs = [CollectConfig(kinds=KINDS, passes=passes, seed=seed) for seed in range(options.seeds)]
+                found = [held_out(collect_statistics(model, batches, config)) for config in configs]
+                shares = {kind: sum(one[kind] for one in found) / len(found) / exact[kind] for kind in KINDS}
                 rows.append({"model": name, "text": text_name, "passes": passes, **shares})
     return rows
 
@@ -129,7 +129,9 @@ def main() -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="files to measure on instead")
-    parser.add_argument("--sequences", type=int, default=128)
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--seeds", type=int, default=2, help="of the sketch, for a mean: held-out gains are noisy")
+    parser.add_argument("--passes", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--check", action="store_true", help="fail when three passes are not good enough")
     parser.add_argument("--json", type=Path, help="write the rows to this file too")
     options = parser.parse_args()

@@ -14,8 +14,9 @@ from hf_grow import linalg
 from hf_grow.measuring.probes import Answers
 from hf_grow.measuring.statistics import Candidates
 
-# The first value probes, which must also tell what N is like, and the last are this much wider than the others.
-WIDER = 2
+# How many times as many value columns as are wanted are asked for in a pass, at most: the first ones must also tell what
+# N is like. And how many output rows, which are random at first and chosen later.
+COLUMNS, FIRST_ROWS = 3, 2
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,9 @@ class CircuitProbes:
     ) -> "CircuitProbes":
         """The first ones: random."""
         width = min(width, inputs, outputs)
-        columns = torch.randn(groups, inputs, min(WIDER * width, inputs), generator=generator).to(like)
-        rows = torch.randn(groups, heads // groups * outputs, width, generator=generator).to(like)
-        return cls(torch.linalg.qr(columns).Q, torch.linalg.qr(rows).Q)
+        columns = torch.randn(groups, inputs, min(COLUMNS * width, inputs), generator=generator).to(like)
+        rows = torch.randn(groups, heads // groups * outputs, min(FIRST_ROWS * width, outputs), generator=generator)
+        return cls(torch.linalg.qr(columns).Q, torch.linalg.qr(rows.to(like)).Q)
 
     def output(self, heads: int) -> Tensor | None:
         """The output rows by head, (heads, m, outputs)."""
@@ -49,11 +50,11 @@ class CircuitSearch:
     first     how many of the value columns were random
     """
 
-    def __init__(self, first: CircuitProbes, answers: Answers, patterns: slice, ridge: float) -> None:
+    def __init__(self, first: CircuitProbes, answers: Answers, patterns: slice, width: int, ridge: float) -> None:
         assert answers.value is not None and first.rows is not None
-        self.patterns, self.ridge = patterns, ridge
+        self.patterns, self.width, self.ridge = patterns, width, ridge
         self.heads, self.groups = answers.value[patterns].shape[0], first.columns.shape[0]
-        self.first, self.width = first.columns.shape[-1], first.rows.shape[-1]
+        self.first = first.columns.shape[-1]
         inputs, outputs = first.columns.shape[1], answers.value.shape[-1]
         nothing = first.columns[..., :0]
         self.spanned = self.known = self.driven = nothing
@@ -100,7 +101,7 @@ class CircuitSearch:
         size = (self._rest(gram, known) + self.ridge)[:, None, None].clamp(min=torch.finfo(gram.dtype).tiny)
         inner = linalg.noisy_inverse(size * gram + known.mT @ known) @ (known.mT @ left)
         corrections = linalg.orthonormal_beside((left - known @ inner) / size, spanned)
-        return corrections[..., : WIDER * self.width].to(self.spanned)
+        return corrections[..., : COLUMNS * self.width].to(self.spanned)
 
     def _rest(self, gram: Tensor, known: Tensor) -> Tensor:
         """The mean eigenvalue of N beside what is known of it; its trace is estimated from the first, random probes."""

@@ -173,9 +173,9 @@ class _LayerSearch:
             sides = collector.sides(answers.grams, index).to(present.key)
             reached = Reached.by(present, sides, answers) if start.present else None
             self.scores = ScoreSearch(start.scores, answers, sides, collector.searched(sides, index), reached)
-        ridge = collector.pattern_ridge(answers.grams.key)
+        width, ridge = collector.circuit_width(), collector.pattern_ridge(answers.grams.key)
         self.circuits = [
-            CircuitSearch(first, answers, patterns, ridge)
+            CircuitSearch(first, answers, patterns, width, ridge)
             for first, patterns in zip(start.circuits, PATTERNS, strict=False)
         ]
 
