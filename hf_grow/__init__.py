@@ -11,6 +11,7 @@ from hf_grow.errors import HfGrowError
 from hf_grow.finetuning import Evaluation, FinetuneResult, finetune
 from hf_grow.growth.collect import collect_statistics
 from hf_grow.growth.config import GrowthConfig
+from hf_grow.growth.head_scores import collect_head_scores
 from hf_grow.growth.insert import insert_growth
 from hf_grow.growth.pipeline import grow
 from hf_grow.growth.plan import GrowthPlan, plan_growth
@@ -62,6 +63,7 @@ __all__ = [
     "adapt_or_resume",
     "add_heads",
     "attach_growth",
+    "collect_head_scores",
     "collect_statistics",
     "drop_query_key",
     "finetune",

@@ -6,7 +6,7 @@ Everything is computed in the dtype it is given; `working_dtype` says which one 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -126,6 +126,10 @@ class Side:
     factor: Tensor
     basis: Tensor | None = None
     groups: int = 1
+
+    def without_gram(self) -> "Side":
+        """The same where nobody will ask for the gram any more, which is large."""
+        return replace(self, gram=self.gram[:0])
 
     def whiten(self, product: Tensor) -> Tensor:
         """Fᵀ · product, without what the present columns span."""

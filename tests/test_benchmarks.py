@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from models import minilm_folder
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
@@ -141,7 +142,7 @@ def test_the_collection_benchmark_prints_its_tables(tmp_path):
     megabytes = {row["step"]: row["megabytes"] for row in results["steps"] if row["n"] == 64 and row["step"] != "again"}
     # At its end a training step holds a gradient for every parameter; of embeddings and one layer there are so many.
     assert megabytes["training"] > 4 * ((512 + 1024) * 64 + 12 * 64**2) / 2**20
-    assert megabytes["grams"] < megabytes["key probes"] < megabytes["exact"]
+    assert megabytes["last pass"] < megabytes["first pass"] < megabytes["exact"]
     assert {row["collection"] for row in results["solving"]} == {"sketch", "exact"}
 
 
@@ -150,7 +151,19 @@ def test_the_comparison_of_choices_prints_its_tables():
     sizes = ["--length", "16", "--sequences", "16"]
     done = subprocess.run([*command, *sizes], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "phases='split'" in done.stdout
+    assert "3 passes" in done.stdout
+
+
+@pytest.mark.skipif(minilm_folder() is None, reason="needs the extra real-weights")
+def test_what_the_sketch_finds_is_compared_with_the_optimum(tmp_path):
+    command = [sys.executable, ROOT / "scripts" / "bench_sketch.py", "--sequences", "32", "--seeds", "1"]
+    done = subprocess.run(
+        [*command, "--passes", "2", "--json", tmp_path / "rows.json"], capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
+    assert [row["model"] for row in rows] == ["small GPT-2"] * 2 + ["MiniLM"] * 2
+    assert all(0.5 < row["columns"] < 1.5 for row in rows[:2])
 
 
 def test_the_benchmark_of_whole_collections_shows_what_was_before(tmp_path):

@@ -40,13 +40,17 @@ def collect_head_scores(
 
 
 def lacks_head_scores(plan: GrowthPlan) -> list[str]:
-    """The attention modules that are to get a uniform head whose scores nothing is known of."""
-    lacking = (
+    """The attention modules that are to get a uniform head whose scores nothing is known of.
+
+    Rotated columns cannot take any, so there must be others.
+    """
+    return [
         layer.place.name
         for layer in plan.layers
-        if UNIFORM in layer.growth.head_patterns and not layer.growth.steps_along(SCORES)
-    )
-    return list(lacking)
+        if UNIFORM in layer.growth.head_patterns
+        and not layer.growth.steps_along(SCORES)
+        and layer.growth.dims.qk_head_dim > layer.place.rotary_dim
+    ]
 
 
 @torch.inference_mode(False)

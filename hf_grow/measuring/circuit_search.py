@@ -14,8 +14,8 @@ from hf_grow import linalg
 from hf_grow.measuring.probes import Answers
 from hf_grow.measuring.statistics import Candidates
 
-# How many times as many value columns as are wanted are asked for in a pass, at most: the first ones must also tell what
-# N is like. And how many output rows, which are random at first and chosen later.
+# How many times as many value columns as are wanted are asked for in a pass, at most, as the first ones must also tell
+# what N is like; and how many times as many output rows as long as these are random.
 COLUMNS, FIRST_ROWS = 3, 2
 
 
@@ -65,7 +65,11 @@ class CircuitSearch:
 
     def ask(self, last: bool) -> CircuitProbes:
         """The value columns and, unless it is the last time, the output rows to ask for now."""
-        return CircuitProbes(self._corrections(), None if last else self._best_rows())
+        probes = CircuitProbes(self._corrections(), None if last else self._best_rows())
+        if last:
+            # These make further probes only.
+            self.driven, self.asked_rows = self.driven[..., :0].clone(), self.asked_rows[..., :0].clone()
+        return probes
 
     def take(self, probes: CircuitProbes, answers: Answers) -> None:
         """The answers to these."""

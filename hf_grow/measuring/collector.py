@@ -10,7 +10,7 @@ from hf_grow import linalg
 from hf_grow.linalg import Side
 from hf_grow.measuring.config import CollectConfig
 from hf_grow.measuring.kind import MEASURED_KINDS
-from hf_grow.measuring.probes import Grams, NewHead, single_or_finer
+from hf_grow.measuring.probes import Grams, NewHead, single_or_finer, site_device
 from hf_grow.measuring.statistics import AttentionStatistics, uniform_circuit
 from hf_grow.modeling.growable_attention import AttentionSite
 from hf_grow.running.batches import Batch
@@ -33,6 +33,10 @@ class Sides:
 
     query: Side
     key: Side
+
+    def without_grams(self) -> "Sides":
+        """The same where nobody will ask for the grams any more."""
+        return Sides(self.query.without_gram(), self.key.without_gram())
 
     def free(self) -> "Sides":
         """Sides that leave nothing out."""
@@ -68,7 +72,6 @@ class Collector:
     ) -> None:
         self.passes, self.sites, self.choosing, self.judging, self.config = passes, sites, choosing, judging, config
         self.places = [place_of(site) for site in sites]
-        self.present = [self._present(site) for site in sites]
         self.kinds = [MEASURED_KINDS[name] for name in config.measured_kinds]
         # Whether any process has sequences that judge: all take part in their passes then.
         self.judged = passes.count(judging) > 0
@@ -76,10 +79,16 @@ class Collector:
         # Whether what was found is only what was known when somebody interrupted.
         self.interrupted = False
 
-    @staticmethod
-    def _present(site: AttentionSite) -> PresentColumns:
+    def present(self, index: int) -> PresentColumns:
+        """The columns of a layer, read from the model, in single precision or finer."""
+        site = self.sites[index]
         blocks = effective(read_blocks(site), query_factors(site))
         return PresentColumns(*(blocks[role].to(single_or_finer(site)) for role in ("query", "key")))
+
+    def like(self, index: int) -> Tensor:
+        """An empty tensor where and as precise as what is found in a layer."""
+        site = self.sites[index]
+        return torch.zeros(0, dtype=single_or_finer(site), device=site_device(site))
 
     @property
     def wants_score_columns(self) -> bool:
@@ -98,8 +107,9 @@ class Collector:
         return self.config.value_columns + self.config.oversampling
 
     def sides(self, grams: Grams, index: int) -> Sides:
-        """The query and the key side of a layer, with the span of the present columns, as precise as the grams."""
-        present = self.present[index]
+        """The query and the key side of a layer, with the span of the present columns, in the working precision."""
+        present, fine = self.present(index), linalg.working_dtype(grams.query.device)
+        grams = Grams(grams.query.to(fine), grams.key.to(fine))
         query = linalg.ridged(grams.query, self.config.ridge), self.whitening(grams.query)
         same = grams.query.shape == grams.key.shape and torch.equal(grams.query, grams.key)
         key = query if same else (linalg.ridged(grams.key, self.config.ridge), self.whitening(grams.key))

@@ -135,8 +135,8 @@ class ExactCollector(Collector):
             place=self.places[index],
             query_gram=mean.query_gram,
             key_gram=mean.key_gram,
-            query=self.present[index].query,
-            key=self.present[index].key,
+            query=self.present(index).query,
+            key=self.present(index).key,
             wanted=whitened.square().sum((1, 2)),
             bottleneck=linalg.project(whitened, sides.query, sides.key).square().sum((1, 2)),
             sums=(chosen, judged),
@@ -202,8 +202,8 @@ class ExactCollector(Collector):
     def head_scores(self, layers: Sequence[AttentionStatistics], heads: Sequence[NewHead]) -> list[Candidates]:
         """The query/key side of new heads that attend uniformly so far: T of their scores, by the identity as probe."""
         questions = [
-            Question(key=torch.eye(place.inputs["key"]).to(present.key)[None], head=head)
-            for place, present, head in zip(self.places, self.present, heads, strict=True)
+            Question(key=torch.eye(place.inputs["key"]).to(self.like(index))[None], head=head)
+            for index, (place, head) in enumerate(zip(self.places, heads, strict=True))
         ]
         chosen = ask(self.passes, self.sites, self.choosing, questions, "scores of new heads")
         judged = ask(self.passes, self.sites, self.judging, questions, "judging the scores of new heads")

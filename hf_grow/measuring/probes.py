@@ -5,9 +5,10 @@ and the gradient of that zero side is a product with the wanted statistic: s·T�
 kinds and of both sides stand in the model together, and one backward pass answers them all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from hf_grow.running.passes import Passes, token_mask
 from hf_grow.surgery.place import input_sizes
 
 GRAM_ROLES = ("query", "key")
+# What the gradient of the block's output answers, in this order.
+HEARD = ("value", "output")
 SCORE_ANSWERS = ("key", "query", "present_query", "present_key")
 
 
@@ -102,31 +105,38 @@ class _Tapped(torch.autograd.Function):
         return gradient, None, _through_inputs(ctx.saved_tensors[0], gradient)
 
 
-class _Heard(torch.autograd.Function):
-    """A block's output as it is; its gradient also goes to output rows of zero, and to what other rows would read.
+class _Passive(torch.autograd.Function):
+    """A block's output as it is, whose gradient also goes to what output rows (heads, k, outputs) would add to it.
 
-    heard (batch, tokens, heads, k) goes through the zero rows (heads, k, outputs); rows (heads, m, outputs) would take
-    what is in `silent` (batch, tokens, heads, m).
+    That is read (batch, tokens, heads, k).
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, output: Tensor, heard: Tensor | None, zeros: Tensor | None, silent: Tensor | None, rows: Tensor | None
-    ) -> Tensor:
-        ctx.save_for_backward(heard, rows)
+    def forward(ctx: Any, output: Tensor, read: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor | None, Tensor | None, None]:
-        heard, rows = ctx.saved_tensors
-        to_zeros = to_silent = None
-        if heard is not None:
-            fine = torch.promote_types(heard.dtype, torch.float32)
-            flat = heard.flatten(0, 1).flatten(1).to(fine)
-            to_zeros = (flat.mT @ gradient.flatten(0, 1).to(fine)).unflatten(0, heard.shape[2:])
-        if rows is not None:
-            to_silent = (gradient @ rows.flatten(0, 1).mT.to(gradient)).unflatten(-1, rows.shape[:2])
-        return gradient, None, to_zeros, to_silent, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradient, _before_rows(gradient, ctx.saved_tensors[0]), None
+
+
+class _Heard(torch.autograd.Function):
+    """A block's output as it is, whose gradient a probe hears: it says what the given zeros get of it."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, probe: "Probe", *zeros: Tensor) -> Tensor:
+        ctx.probe = probe
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, None, *ctx.probe.hear(gradient)
+
+
+def _before_rows(gradient: Tensor, rows: Tensor) -> Tensor:
+    """EΨᵀ (batch, tokens, heads, k) for output rows Ψ (heads, k, outputs)."""
+    return (gradient @ rows.flatten(0, 1).mT.to(gradient)).unflatten(-1, rows.shape[:2])
 
 
 def _through_inputs(inputs: Tensor, states: Tensor) -> Tensor:
@@ -156,10 +166,11 @@ class Probe(Observer):
         self.question = question
         self.dtype = single_or_finer(site)
         self.zeros = {name: zero.requires_grad_(True) for name, zero in self._zeros().items()}
-        # What was seen of a batch without its gradients, by the names of answers.
+        # What was seen of a batch beside gradients, by the names of answers.
         self.seen: dict[str, Tensor] = {}
-        # What extra columns read, with output rows, until the block's output is there.
-        self._waiting: tuple[Tensor | None, ...] | None = None
+        # What is to happen to the block's output once it is there, and how the heads attend until its gradient is.
+        self._waiting: Callable[[Tensor], Tensor] | None = None
+        self._attend: Callable[[Tensor], Tensor] | None = None
 
     def _zeros(self) -> dict[str, Tensor]:
         """The zero sides, by the names of their answers."""
@@ -187,32 +198,27 @@ class Probe(Observer):
         return self.zeros
 
     def __call__(self, kernel: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The model's own kernel with more columns and, for what is not a present pattern, one key head."""
+        """The model's own kernel with more columns and, for the scores of a new head, one key head more."""
         asked, heads, width = self.question, query.shape[1], value.shape[-1]
-        group = heads // key.shape[1]
+        self.seen = {}
         if asked.present:
             query = _Tapped.apply(query, self.inputs["query"], self.zeros["present_query"])
             key = _Tapped.apply(key, self.inputs["key"], self.zeros["present_key"])
         queries, keys = self._score_columns("query", query), self._score_columns("key", key)
         if asked.head is not None:
-            new = project(self.inputs["value"], asked.head.value)
+            new, rows = project(self.inputs["value"], asked.head.value), asked.head.output
             output, weights = kernel(
                 join_heads(query, queries), join_heads(key, keys), join_heads(value, new), *args, **kwargs
             )
-            self._waiting = (None, None, output[:, :, heads:, : new.shape[-1]], asked.head.output)
+            read = output[:, :, heads:, : new.shape[-1]]
+            self._waiting = lambda block: _Passive.apply(block, read, rows)
         else:
+            columns = query.shape[-1]
             query, key = _wider(query, queries), _wider(key, keys)
-            probes, columns = self._value_columns(value)
-            if columns is not None:
-                query = join_heads(query, query.new_zeros(query.shape[0], group, query.shape[2], 1))
-                key = join_heads(key, key.new_zeros(key.shape[0], 1, key.shape[2], 1))
-                value = join_heads(_wider(value, columns[:, :-1]), columns[:, -1:])
             output, weights = kernel(query, key, value, *args, **kwargs)
-            if columns is not None:
-                # (batch, tokens, heads + 1, columns); of the last group one head is enough.
-                more = columns.shape[-1]
-                present, uniform = output[:, :, :heads, width : width + more], output[:, :, heads : heads + 1, :more]
-                self._hear(torch.cat((present, uniform), dim=2), probes)
+            # The same patterns without the probes; views of what the kernel keeps anyway.
+            patterns = query.detach()[..., :columns], key.detach()[..., :columns]
+            self._attend = partial(_attend, kernel, *patterns, args, kwargs)
         own = output[:, :, :heads, :width]
         return own, weights if weights is None else weights[:, :heads]
 
@@ -227,45 +233,54 @@ class Probe(Observer):
             parts.append(project(self.inputs[role], asked).to(own.dtype))
         return torch.cat(parts[:: -1 if role == "key" else 1], dim=-1) if parts else own[..., :0]
 
-    def _value_columns(self, own: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """The states of value probes, and all more columns of the values, with those of one head more."""
-        asked, probes, parts = self.question, None, []
-        if asked.value is not None:
-            probes = project(self.inputs["value"], asked.value).to(own.dtype).requires_grad_(asked.metric)
-            parts.append(probes)
-        if asked.output is not None:
-            parts.append(self._empty(own, "value", "output"))
-        return probes, torch.cat(parts, dim=-1) if parts else None
-
     def _empty(self, own: Tensor, role: str, name: str) -> Tensor:
         """What weights of zero make of the inputs: a place for their gradient."""
         heads, _, columns = self.zeros[name].shape
         empty = own.new_zeros(own.shape[0], heads, own.shape[2], columns)
         return _Tapped.apply(empty, self.inputs[role], self.zeros[name])
 
-    def _hear(self, read: Tensor, probes: Tensor | None) -> None:
-        """Look at what value probes read, and keep it until the block's output is there."""
-        count = 0 if probes is None else probes.shape[-1]
-        heard = None if probes is None else read[..., :count]
-        silent = None if self.question.output is None else read[..., count:]
-        if heard is not None:
-            real = heard.detach() * token_mask(self.batch, self, "query")[..., None].to(heard.dtype)
-            fine = real.to(torch.promote_types(real.dtype, torch.float32))
-            self.seen["read"] = torch.einsum("bthi,bthj->hij", fine, fine)
-            if self.question.metric:
-                assert probes is not None
-                (slopes,) = torch.autograd.grad(heard, probes, real, retain_graph=True)
-                self.seen["metric"] = _through_inputs(self.inputs["value"], slopes)
-        self._waiting = (
-            None if heard is None else heard.detach(),
-            self.zeros.get("value"),
-            silent,
-            self.question.output,
-        )
-
     def _add_contribution(self, module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         waiting, self._waiting = self._waiting, None
-        return output if waiting is None else _Heard.apply(output, *waiting)
+        if waiting is not None:
+            return waiting(output)
+        heard = [self.zeros[name] for name in HEARD if name in self.zeros]
+        return _Heard.apply(output, self, *heard) if heard else output
+
+    def hear(self, gradient: Tensor) -> list[Tensor]:
+        """From the gradient E of the block's output, those of output rows and value columns of zero.
+
+        The patterns are computed with again, which holds what is needed for one layer at a time only.
+        """
+        asked, inputs, attend = self.question, self.inputs["value"], self._attend
+        assert attend is not None
+        self._attend = None
+        sides: dict[str, Tensor] = {}
+        if asked.value is not None:
+            sides["value"] = project(inputs, asked.value).to(gradient.dtype)
+        if asked.output is not None:
+            heads, _, columns = self.zeros["output"].shape
+            sides["output"] = gradient.new_zeros(inputs.shape[0], heads, inputs.shape[1], columns)
+        with torch.enable_grad():
+            values = torch.cat(list(sides.values()), dim=-1).requires_grad_(asked.metric or asked.output is not None)
+            read = attend(values)
+        found, wanted = [], []
+        if asked.value is not None:
+            heard = read.detach()[..., : asked.value.shape[-1]]
+            found.append(_into_rows(heard, gradient))
+            real = heard * token_mask(self.batch, self, "query")[..., None].to(heard.dtype)
+            fine = real.to(torch.promote_types(real.dtype, torch.float32))
+            self.seen["read"] = torch.einsum("bthi,bthj->hij", fine, fine)
+            wanted.append(real)
+        if asked.output is not None:
+            wanted.append(_before_rows(gradient, asked.output))
+        if values.requires_grad:
+            (slopes,) = torch.autograd.grad(read, values, torch.cat(wanted, dim=-1))
+            products = dict(zip(sides, slopes.split([side.shape[-1] for side in sides.values()], dim=-1), strict=True))
+            if asked.metric:
+                self.seen["metric"] = _through_inputs(inputs, products["value"])
+            if asked.output is not None:
+                found.append(_through_inputs(inputs, products["output"]))
+        return found
 
     def no_sums(self) -> dict[str, Tensor]:
         """Zeros for all that is added up, by name."""
@@ -279,8 +294,12 @@ class Probe(Observer):
         if self.question.grams:
             shapes |= {f"{role}_gram": (sizes[role], sizes[role]) for role in GRAM_ROLES}
         device = site_device(self.site)
-        dtype = linalg.working_dtype(device)
-        return {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+        # Grams are inverted, and there are few of them.
+        fine = linalg.working_dtype(device)
+        return {
+            name: torch.zeros(shape, dtype=fine if name.endswith("gram") else self.dtype, device=device)
+            for name, shape in shapes.items()
+        }
 
     def add_to(self, sums: dict[str, Tensor], batch: Batch, gradients: dict[str, Tensor], weight: float) -> None:
         """Add what was seen of a batch, and its gradients times their weight."""
@@ -301,6 +320,26 @@ class Probe(Observer):
         fine = states.to(torch.promote_types(states.dtype, torch.float32))
         real = (fine * token_mask(batch, self, role)).flatten(0, 1)
         return real.mT @ real
+
+
+def _attend(kernel: Any, query: Tensor, key: Tensor, args: tuple, kwargs: dict[str, Any], values: Tensor) -> Tensor:
+    """What the heads, and last a uniform one, read of values (batch, key heads + 1, tokens, k).
+
+    (batch, tokens, heads + 1, k)
+    """
+    heads, group = query.shape[1], query.shape[1] // key.shape[1]
+    query = join_heads(query, query.new_zeros(query.shape[0], group, query.shape[2], 1))
+    key = join_heads(key, key.new_zeros(key.shape[0], 1, key.shape[2], 1))
+    output, _ = kernel(query, key, values, *args, **kwargs)
+    # Of the last group one head is enough.
+    return output[:, :, : heads + 1]
+
+
+def _into_rows(heard: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient of output rows (heads, k, outputs) through which heard (batch, tokens, heads, k) goes."""
+    fine = torch.promote_types(heard.dtype, torch.float32)
+    flat = heard.flatten(0, 1).flatten(1).to(fine)
+    return (flat.mT @ gradient.flatten(0, 1).to(fine)).unflatten(0, heard.shape[2:])
 
 
 def _wider(own: Tensor, columns: Tensor) -> Tensor:
@@ -341,7 +380,7 @@ def _answers(probe: Probe, sums: dict[str, Tensor], weight: float, sequences: fl
     """
     grams = None
     if probe.question.grams:
-        query, key = (sums.pop(f"{role}_gram").div_(sequences) for role in GRAM_ROLES)
+        query, key = ((sums.pop(f"{role}_gram") / sequences).to(probe.dtype) for role in GRAM_ROLES)
         grams = Grams(query, query if query.shape == key.shape and torch.equal(query, key) else key)
     # The kernel multiplies the scores with the scaling.
     counts = {name: weight * (probe.site.attention.scaling if name in SCORE_ANSWERS else 1.0) for name in probe.zeros}

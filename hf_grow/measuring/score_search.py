@@ -101,13 +101,13 @@ class ScoreSearch:
     """The search in one layer from the answers to random probes on.
 
     whole     the sides with all that the present columns span; sides: those to search in, which may leave that out
-    reached   where it is left out, what M makes of it
+    reached   where it is left out, how much of M is there, by head
     """
 
     def __init__(
         self, first: RandomProbes, answers: Answers, whole: Sides, sides: Sides, reached: Reached | None = None
     ) -> None:
-        self.whole, self.sides, self.reached = whole, sides, reached
+        self.whole, self.sides = whole.without_grams(), sides.without_grams()
         self.heads, self.groups = first.query.shape[0], first.key.shape[0]
         self.energies: Energies | None = None
         key, query = whole.key.whitened(first.key), self._stacked(whole.query.whitened(first.query))
@@ -116,6 +116,7 @@ class ScoreSearch:
             key, by_key = reached.right.without(key, by_key)
             query, by_query = reached.left.without(query, by_query)
         by_key, by_query = self._outside(by_key, by_query)
+        self.reached = None if reached is None else self._squares(reached.right.images)
         self.right, self.left = Known(key, by_key), Known(query, by_query)
 
     def ask(self, measuring: torch.Generator | None = None) -> ScoreProbes:
@@ -125,6 +126,8 @@ class ScoreSearch:
         weights = self.sides.key.weights(key)
         if measuring is not None:
             weights = torch.cat((weights, self.whole.key.weights(self._random(measuring))), dim=-1)
+            # What the present keys span is not looked at again, unless it is left out.
+            self.whole = Sides(self.whole.query, self.sides.key)
         return ScoreProbes(key, query, weights, self.sides.query.weights(self._unstacked(query)))
 
     def take(self, probes: ScoreProbes, answers: Answers) -> None:
@@ -133,6 +136,8 @@ class ScoreSearch:
         count = probes.key.shape[-1]
         if by_key.shape[-1] > count:
             self.energies = self._energies(by_key[..., count:])
+            # From here on nobody asks for what the present columns span, unless it is left out.
+            self.whole = self.sides
         by_key, by_query = self._outside(by_key[..., :count], by_query)
         self.right.add(probes.key, by_key)
         self.left.add(probes.query, by_query)
@@ -174,13 +179,14 @@ class ScoreSearch:
         return outside if self.reached is not None else torch.cat((outside, random - outside), dim=-1)
 
     def _energies(self, answer: Tensor) -> Energies:
-        def squares(images: Tensor) -> Tensor:
-            return self._unstacked(images).square().sum((1, 2))
-
         outside, inside = answer[..., :ENERGY_PROBES], answer[..., ENERGY_PROBES:]
-        reached = squares(inside) / ENERGY_PROBES if self.reached is None else squares(self.reached.right.images)
+        reached = self._squares(inside) / ENERGY_PROBES if self.reached is None else self.reached
         bottleneck = self.whole.query.project(self._unstacked(outside)).square().sum((1, 2))
-        return Energies(squares(outside) / ENERGY_PROBES + reached, bottleneck / ENERGY_PROBES)
+        return Energies(self._squares(outside) / ENERGY_PROBES + reached, bottleneck / ENERGY_PROBES)
+
+    def _squares(self, images: Tensor) -> Tensor:
+        """The sum of squares of each head."""
+        return self._unstacked(images).square().sum((1, 2))
 
     def _stacked(self, per_head: Tensor) -> Tensor:
         return linalg.stack_groups(per_head, self.groups)

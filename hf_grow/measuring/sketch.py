@@ -23,13 +23,7 @@ class SketchCollector(Collector):
     """Solves from the answers to probes, pass by pass."""
 
     def layers(self) -> list[AttentionStatistics]:
-        starts = [_LayerStart.draw(self, index) for index in range(len(self.sites))]
-        answers = self._ask(self.choosing, [start.question() for start in starts], self._name(0))
-        searches = []
-        for index, start in enumerate(starts):
-            self.passes.progress.say(f"layer {index + 1} of {len(starts)}")
-            # What one layer answered is let go before the next is looked at.
-            searches.append(_LayerSearch(self, index, start, answers.pop(0)))
+        searches = self._first_pass()
         known = 1
         try:
             for known in range(1, self.config.passes):
@@ -43,6 +37,16 @@ class SketchCollector(Collector):
             self.passes.progress.say(f"solving layer {len(layers) + 1} of {len(self.sites)}")
             layers.append(searches.pop(0).solve())
         return self._judged(layers) if self.judged and not self.interrupted else layers
+
+    def _first_pass(self) -> "list[_LayerSearch]":
+        starts = [_LayerStart.draw(self, index) for index in range(len(self.sites))]
+        answers = self._ask(self.choosing, [start.question() for start in starts], self._name(0))
+        searches: list[_LayerSearch] = []
+        while starts:
+            self.passes.progress.say(f"layer {len(searches) + 1} of {len(self.sites)}")
+            # What one layer was asked and answered is let go before the next is looked at.
+            searches.append(_LayerSearch(self, len(searches), starts.pop(0), answers.pop(0)))
+        return searches
 
     def _pass(self, searches: "Sequence[_LayerSearch]", number: int) -> None:
         """Ask in all layers, and have them take their answers."""
@@ -65,11 +69,11 @@ class SketchCollector(Collector):
     def head_scores(self, layers: Sequence[AttentionStatistics], heads: Sequence[NewHead]) -> list[Candidates]:
         """The query/key side of new heads that attend uniformly so far, one for each of the collector's layers."""
         what = "scores of new heads, "
+        # More than there are columns now, for layers that become wider.
+        ranks = [place.query_key_dim + self.config.oversampling for place in self.places]
         first = [
-            RandomProbes.draw(
-                place.group, 1, place.inputs, place.query_key_dim + self.config.oversampling, own.key, self.generator
-            )
-            for place, own in zip(self.places, self.present, strict=True)
+            RandomProbes.draw(place.group, 1, place.inputs, rank, self.like(index), self.generator)
+            for index, (place, rank) in enumerate(zip(self.places, ranks, strict=True))
         ]
         questions = [
             Question(key=part.key, query=part.query, head=head) for part, head in zip(first, heads, strict=True)
@@ -88,7 +92,7 @@ class SketchCollector(Collector):
             answers = self._ask(self.choosing, questions, what + self._name(number))
             for search, asked, answer in zip(searches, probes, answers, strict=True):
                 search.take(asked, answer)
-        found = [search.solve(place.query_key_dim) for search, place in zip(searches, self.places, strict=True)]
+        found = [search.solve(rank) for search, rank in zip(searches, ranks, strict=True)]
         if not self.judged:
             return found
         questions = [Question(key=part.second, head=head) for part, head in zip(found, heads, strict=True)]
@@ -114,7 +118,7 @@ class _LayerStart:
     @classmethod
     def draw(cls, collector: Collector, index: int) -> "_LayerStart":
         """For what is wanted of a layer."""
-        place, like, generator = collector.places[index], collector.present[index].key, collector.generator
+        place, like, generator = collector.places[index], collector.like(index), collector.generator
         sizes = place.n_heads, place.n_kv_heads
         scores, circuits = None, []
         if collector.wants_score_columns:
@@ -169,9 +173,8 @@ class _LayerSearch:
         self.collector, self.index, self.heads, self.grams = collector, index, start.heads, answers.grams
         self.scores: ScoreSearch | None = None
         if start.scores is not None:
-            present = collector.present[index]
-            sides = collector.sides(answers.grams, index).to(present.key)
-            reached = Reached.by(present, sides, answers) if start.present else None
+            sides = collector.sides(answers.grams, index).to(collector.like(index))
+            reached = Reached.by(collector.present(index), sides, answers) if start.present else None
             self.scores = ScoreSearch(start.scores, answers, sides, collector.searched(sides, index), reached)
         width, ridge = collector.circuit_width(), collector.pattern_ridge(answers.grams.key)
         self.circuits = [
@@ -196,7 +199,7 @@ class _LayerSearch:
         """What was found."""
         place, present, nothing = (
             self.collector.places[self.index],
-            self.collector.present[self.index],
+            self.collector.present(self.index),
             torch.zeros(0),
         )
         layer = AttentionStatistics(

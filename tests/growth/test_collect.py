@@ -1,5 +1,6 @@
 """Collection against slow loops and finite differences, and what it leaves behind: nothing."""
 
+from itertools import count
 from math import isfinite
 
 import pytest
@@ -20,7 +21,11 @@ from models import (
 )
 from transformers import BertForMaskedLM, BertLMHeadModel
 
+import hf_grow
 from hf_grow import CollectConfig, HfGrowError, collect_statistics, make_growable
+from hf_grow.growth.collect import Interrupted
+from hf_grow.reporting.html_report import reading, statistics_table
+from hf_grow.running.passes import Passes
 
 
 @pytest.mark.parametrize("collection", ["exact", "sketch"])
@@ -152,3 +157,44 @@ def test_rows_of_padding_alone_count_for_nothing(collection):
         assert torch.isfinite(other.columns.first).all()
         # The mean is over twelve sequences instead of eight.
         assert relative_difference(other.query_gram * 12, one.query_gram * 8) < 1e-9
+
+
+@pytest.mark.parametrize(("stop", "known"), [(1, None), (2, None), (3, "gains"), (4, "gains"), (5, "held_out")])
+def test_an_interrupted_collection_tells_what_is_known(stop, known, monkeypatch):
+    """In the first two passes nothing is; then directions, judged ones in the end, and the model is as it was."""
+    model = make_growable(causal_model("gpt2"))
+    before = snapshot(model)
+    batches = sequences_of(labelled(model, size=8, length=16))
+    streams = count()
+    told = Passes._told
+
+    def interrupted(passes, batches, what, units):
+        number = next(streams)
+        for one in told(passes, batches, what, units):
+            if number == stop - 1:
+                raise KeyboardInterrupt
+            yield one
+
+    monkeypatch.setattr(Passes, "_told", interrupted)
+    config = CollectConfig(kinds=KINDS, columns=2, value_columns=2)
+    with pytest.raises(KeyboardInterrupt) as error:
+        collect_statistics(model, batches, config)
+    assert isinstance(error.value, Interrupted) == (known is not None)
+    assert_equal(snapshot(model), before)
+    if known:
+        summary = error.value.statistics.summary()
+        layers = error.value.statistics.layers
+        assert all(layer.judged == (known == "held_out") for layer in layers)
+        assert not summary["calibrations"] and all(layer["first_order"]["columns"] != 0 for layer in summary["layers"])
+        table = statistics_table(summary)
+        assert "share of heads" in table.headers and "interrupted" in reading(summary)
+
+
+def test_a_decrease_says_how_sure_it_is():
+    model = hf_grow.make_growable(causal_model("gpt2"))
+    batches = sequences_of(labelled(model, size=16, length=24))
+    config = CollectConfig(columns=2, held_out=0.0)
+    calibration = collect_statistics(model, batches, config).calibrations["columns"]
+    assert calibration.step > 0 and 0 < calibration.error < calibration.decrease
+    few = collect_statistics(model, [{name: part[:2] for name, part in batches[0].items()}], config)
+    assert few.calibrations["columns"].error is None
