@@ -203,15 +203,6 @@ def stack_groups(per_head: Tensor, groups: int) -> Tensor:
     return per_head.reshape(groups, -1, per_head.shape[-1])
 
 
-def stacked_orthonormal(per_head: Tensor, groups: int) -> Tensor:
-    """The columns of (heads, m, k) made orthonormal in each group, where the heads' rows are stacked.
-
-    What is smaller than the noise of products in half the precision becomes zero, not an arbitrary direction.
-    """
-    stacked = orthonormal(stack_groups(per_head, groups), torch.finfo(per_head.dtype).eps ** 0.5)
-    return stacked.reshape(per_head.shape[0], per_head.shape[1], -1)
-
-
 def repeat_groups(per_group: Tensor, heads: int) -> Tensor:
     """(groups, …) → (heads, …), each group's entry for all its heads."""
     return per_group.repeat_interleave(heads // per_group.shape[0], dim=0)

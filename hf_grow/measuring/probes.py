@@ -216,9 +216,10 @@ class Probe(Observer):
             columns = query.shape[-1]
             query, key = _wider(query, queries), _wider(key, keys)
             output, weights = kernel(query, key, value, *args, **kwargs)
-            # The same patterns without the probes; views of what the kernel keeps anyway.
-            patterns = query.detach()[..., :columns], key.detach()[..., :columns]
-            self._attend = partial(_attend, kernel, *patterns, args, kwargs)
+            if any(name in self.zeros for name in HEARD):
+                # The same patterns without the probes; views of what the kernel keeps anyway.
+                patterns = query.detach()[..., :columns], key.detach()[..., :columns]
+                self._attend = partial(_attend, kernel, *patterns, args, kwargs)
         own = output[:, :, :heads, :width]
         return own, weights if weights is None else weights[:, :heads]
 

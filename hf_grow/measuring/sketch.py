@@ -14,8 +14,9 @@ from hf_grow.running.batches import Batch
 
 # After so many passes something is known of everything.
 LEAST_PASSES = 2
-# Of what is asked for all patterns of a layer: that of the present heads, and of the uniform one.
+# The heads and key heads of the uniform pattern.
 UNIFORM_SIZES = (1, 1)
+# Of what is asked for all patterns of a layer: that of the present heads, and of the uniform one.
 PATTERNS = (slice(None, -1), slice(-1, None))
 
 

@@ -146,15 +146,11 @@ class ExactObserver(Observer):
 
 
 class Attachment(Observer):
-    """Extra weights that the model computes with while attached, through its own kernel; its own stay untouched.
+    """Extra weights that the model computes with while attached, through its own kernel; its own stay untouched."""
 
-    A passive attachment adds nothing to the outputs but has the gradients of one that does.
-    """
-
-    def __init__(self, site: AttentionSite, extra: Extra, passive: bool = False) -> None:
+    def __init__(self, site: AttentionSite, extra: Extra) -> None:
         super().__init__(site)
         self.extra = extra
-        self.passive = passive
         # What went through each of the extra weights "output" and "head_output": (batch, tokens, heads, columns).
         self.read: dict[str, Tensor] = {}
 
@@ -178,8 +174,7 @@ class Attachment(Observer):
             self.read["head_output"] = output[:, :, heads : heads + more, :columns]
         if self.read:
             parts = [_through(read, getattr(extra, name)) for name, read in self.read.items()]
-            total = sum(parts[1:], start=parts[0])
-            self.contribution = total - total.detach() if self.passive else total
+            self.contribution = sum(parts[1:], start=parts[0])
         own = output[:, :, :heads, :width]
         return own, weights if weights is None else weights[:, :heads]
 
